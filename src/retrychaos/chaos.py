@@ -1,0 +1,262 @@
+"""The face of the library: ``Chaos`` checks jobs, in pytest through the fixture ``chaos``, elsewhere by itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from retrychaos.explore.check import Check
+from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError
+from retrychaos.model.options import Options
+from retrychaos.model.report import INCONCLUSIVE, Report, Run
+from retrychaos.report.text import full_text
+from retrychaos.runtime.chance import Chance
+from retrychaos.runtime.clock import Clock
+from retrychaos.runtime.delivery import Job, Workshop
+from retrychaos.world.calls import MISSING, Calls, Watched
+from retrychaos.world.escapes import Escapes
+from retrychaos.world.resource import Source
+from retrychaos.world.world import Saved, World
+
+if TYPE_CHECKING:
+    import redis
+    from sqlalchemy import Engine
+
+_Answer = TypeVar("_Answer")
+_running = False
+
+
+class Chaos:
+    """Checks jobs under a simulated at-least-once runtime.
+
+    Options are those of :class:`~retrychaos.model.options.Options`; an unknown one raises OptionError. ``chaos(...)``
+    gives the same object with other options. As a context manager it removes its embedded world at the end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options().with_changes(options)
+        self.replay: str | None = None
+        """A token: check() then performs only that plan."""
+        self.reports: list[Report] = []
+        """Every report so far, of this object and of those made from it with other options."""
+        self._calls = Calls()
+        self._embedded = _Embedded()
+
+    def __call__(self, **options: Any) -> Chaos:
+        """The same world and the same watched calls, with other options."""
+        other = Chaos.__new__(Chaos)
+        other.__dict__.update(self.__dict__)
+        other.options = self.options.with_changes(options)
+        return other
+
+    def __enter__(self) -> Chaos:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the embedded world."""
+        self._embedded.close()
+
+    # -- checking ---------------------------------------------------------------------------------------------------
+
+    def check(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+        """Judge `job` called with these arguments, and raise IdempotencyError unless it is proven.
+
+        Afterwards the world is as one clean run left it, so that a test can go on and assert. Passes with a warning if
+        only the budget ran out. Raises ChaosError if there is nothing to check: the job fails or does nothing in the
+        clean run, or its world cannot be restored.
+        """
+        __tracebackhide__ = True
+        return self._check(job_name(job), job, args, kwargs)
+
+    def explore(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+        """As check(), without raising for the verdict."""
+        return self._explore(job_name(job), job, args, kwargs)
+
+    def run(self, job: Callable[..., Any], /, *args: Any, plan: str, **kwargs: Any) -> Run:
+        """Perform one plan, given by its token. Raises PlanError if the token does not fit."""
+        return self._run(job_name(job), job, args, kwargs, plan)
+
+    def watch(self, owner: object, name: str, *, result: Any = MISSING, key: str | None = None) -> Watched:
+        """Declare a function or method as an effect.
+
+        result: what a call returns instead of going through: a value, a function of the same arguments, or an
+        exception to raise. key: name of the argument on which the receiver deduplicates; calls with an equal key count
+        once. The returned object lists in ``calls`` what arrived in the clean run.
+        """
+        return self._calls.watch(owner, name, result=result, key=key)
+
+    # -- the embedded world -----------------------------------------------------------------------------------------
+
+    @property
+    def sql(self) -> Engine:
+        """A SQLAlchemy engine on a SQLite file of this test."""
+        return self._embedded.sql
+
+    @property
+    def redis(self) -> redis.Redis:
+        """A redis-py client on a fakeredis server of this test."""
+        return self._embedded.redis
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _check(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
+        __tracebackhide__ = True
+        if self.replay is not None:
+            run = self._run(name, job, args, kwargs, self.replay)
+            report = _report_of(name, run)
+            self.reports.append(report)
+        else:
+            report = self._explore(name, job, args, kwargs)
+        if not report.ok:
+            raise IdempotencyError(full_text(report), report)
+        if report.verdict == INCONCLUSIVE:
+            warnings.warn(f"{name}: {report.stop_reason}", ChaosWarning, stacklevel=3)
+        for warning in report.warnings:
+            warnings.warn(f"{name}: {warning}", ChaosWarning, stacklevel=3)
+        return report
+
+    def _explore(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
+        def question(check: Check) -> tuple[Report, Saved | None]:
+            done = check.explore()
+            return done.report, done.clean
+
+        report = self._ask(name, job, args, kwargs, question)
+        self.reports.append(report)
+        return report
+
+    def _run(
+        self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: str
+    ) -> Run:
+        return self._ask(name, job, args, kwargs, lambda check: check.run(plan))
+
+    def _ask(
+        self,
+        name: str,
+        job: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        question: Callable[[Check], tuple[_Answer, Saved | None]],
+    ) -> _Answer:
+        """Set up a world, put a question to the job in it, and leave everything as the clean run did, or as it was."""
+        global _running
+        _refuse_misuse(job)
+        if _running:
+            raise ChaosError("a check is running already in this process: a job under check must not check another.")
+        clock, chance = Clock(), Chance()
+        world = World(now=clock.now, options=vars(self.options))
+        workshop = Workshop(world, clock, chance)
+        self._furnish(world, workshop)
+        _running = True
+        try:
+            workshop.start()
+            world.adopt(self._calls)
+            try:
+                check = Check(name, Job(job, args, kwargs), self.options, workshop, self._calls.clean_run_done)
+                answer, clean = question(check)
+            except BaseException:
+                world.restore(None)
+                raise
+            world.restore(clean)
+            return answer
+        finally:
+            _running = False
+            workshop.stop()
+            world.close()
+
+    def _furnish(self, world: World, workshop: Workshop) -> None:
+        """Every source whose library is installed; a job may import it as late as it likes."""
+        escapes = Escapes(world, self._calls)
+        sources: list[Source] = [self._calls]
+        if importlib.util.find_spec("sqlalchemy") is not None:
+            from retrychaos.world.sql import SqlSource
+
+            sources.append(SqlSource(world))
+        if importlib.util.find_spec("redis") is not None:
+            from retrychaos.world.redis import RedisSource
+
+            sources.append(RedisSource(world))
+        world.sources = [*sources, escapes]
+        world.escapes = escapes
+        workshop.before.append(escapes.before_delivery)
+        workshop.after.append(escapes.after_delivery)
+        self._calls.stage = world
+        self._calls.clear()
+
+
+class _Embedded:
+    """Databases of one test, made when asked for."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._closers: list[Callable[[], None]] = []
+
+    @functools.cached_property
+    def sql(self) -> Engine:
+        from sqlalchemy import create_engine
+
+        self._folder = Path(tempfile.mkdtemp(prefix="retrychaos-"))
+        engine = create_engine(f"sqlite:///{self._folder / 'chaos.db'}")
+        self._closers.append(engine.dispose)
+        return engine
+
+    @functools.cached_property
+    def redis(self) -> redis.Redis:
+        import fakeredis
+
+        client = fakeredis.FakeRedis(server=fakeredis.FakeServer())
+        self._closers.append(client.close)
+        return client
+
+    def close(self) -> None:
+        while self._closers:
+            self._closers.pop()()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def job_name(job: Any) -> str:
+    """What a job is called in reports and tokens."""
+    if isinstance(job, functools.partial):
+        return job_name(job.func)
+    module = getattr(job, "__module__", None) or type(job).__module__
+    name = getattr(job, "__qualname__", None) or type(job).__qualname__
+    return f"{module}.{name}"
+
+
+def _refuse_misuse(job: Any) -> None:
+    if not callable(job):
+        raise ChaosError(
+            f"the job must be something callable, and {job!r} is not. Pass the function and its arguments apart: "
+            "chaos.check(charge, order_id), not chaos.check(charge(order_id))."
+        )
+    if inspect.iscoroutinefunction(job) or inspect.isasyncgenfunction(job):
+        raise ChaosError(f"{job_name(job)} is async; async jobs are not covered yet.")
+
+
+def _report_of(name: str, run: Run) -> Report:
+    """A replay as a report, so that it is shown like a finding."""
+    from retrychaos.model.report import FAILED, PROVEN, Finding, Ledger
+
+    findings = () if run.ok else (Finding(run.kind, run.effect, run.plan, run.timeline, run.differences),)
+    deliveries = len(run.timeline)
+    return Report(
+        job=name,
+        verdict=PROVEN if run.ok else FAILED,
+        guarantee=f"this plan only ({run.plan.token}): the ledger is that of a clean run" if run.ok else "none",
+        findings=findings,
+        baseline=Ledger(),
+        states=deliveries,
+        runs=deliveries,
+        boundaries=run.plan.steps,
+        notes=("replay of one plan",),
+    )

@@ -1,0 +1,1 @@
+"""Which plan to run next, and what a run means."""

@@ -1,0 +1,152 @@
+"""The clean run: what every other ledger is compared with. Run twice, so that volatile values show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from retrychaos.explore.canon import Canon, Place
+from retrychaos.explore.judge import Judge
+from retrychaos.explore.runner import Runner
+from retrychaos.model.errors import BaselineError
+from retrychaos.model.ledger import Facts, Relation
+from retrychaos.model.options import Options
+from retrychaos.model.step import Step
+from retrychaos.runtime.delivery import Order, Outcome
+
+SECOND_RUN_LATER = 97.0
+"""Seconds between the clocks of the two clean runs: whole, prime, and few enough that the day stays the same."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The clean run and the judge of all others; or, in `unstable`, why two clean runs cannot be compared."""
+
+    run: Outcome
+    second: Outcome
+    judge: Judge
+    unstable: str = ""
+
+
+def first_run(runner: Runner, at: float, limit: float) -> Outcome:
+    """A clean run. Raises BaselineError if it fails, does not end or does nothing; or what made the world refuse."""
+    outcome = runner.run(Order(None, at, 1, "1", traced=True, limit=limit), lambda boundary, facts: True)
+    if outcome.cause is not None:
+        raise outcome.cause
+    if outcome.end == "failed":
+        raise BaselineError(
+            f"the job failed in the clean run, without any fault: {outcome.error}. So no baseline exists to compare "
+            f"with. Make it pass once by itself, then check it again.\n\n{outcome.trace}"
+        )
+    if outcome.end in ("stopped", "hung"):
+        why = "it waits for something that never comes" if outcome.end == "hung" else f"{limit:.0f} s were not enough"
+        done = f"{len(outcome.steps)} steps were made" + (f", the last: {outcome.steps[-1].detail}" if outcome.steps else "")
+        raise BaselineError(
+            f"the job did not end in the clean run ({why}; {done}). So no baseline exists to compare with. Look for an "
+            "endless loop, or raise the option budget."
+        )
+    if not outcome.changes:
+        seen = f"{len(outcome.steps)} steps were seen, none changed anything" if outcome.steps else "no step was seen"
+        raise BaselineError(
+            f"the job had no effect in the clean run ({seen}), so there is nothing to check. Arrange data that makes it "
+            "work, and see that it uses a SQLAlchemy engine or redis client that the check can see; declare other "
+            "effects with chaos.watch(owner, 'name'). A database in memory that the job opens itself dies with it."
+        )
+    return outcome
+
+
+def establish(
+    runner: Runner, canon: Canon, first: Outcome, found: Facts, options: Options, at: float, limit: float
+) -> Baseline:
+    """Run the clean run again with other clock, chance and ids, and learn from the differences."""
+    order = Order(None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=True, limit=limit)
+    second = runner.run(order, lambda boundary, facts: False)
+    if second.cause is not None:
+        raise second.cause
+    unstable = _differing_steps(first, second) or _learn(canon, first, second)
+    judge = make_judge(canon, first, found, options)
+    if unstable:
+        deviation = judge.judge(second.facts)
+        if deviation is not None and deviation.differences:
+            lines = "; ".join(f"{line.effect}: {line.row}" for line in deviation.differences[:3])
+            unstable += f" First difference: {lines}."
+    return Baseline(first, second, judge, unstable)
+
+
+def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> Judge:
+    """A judge with the clean run as baseline, and what is volatile as known now."""
+    path = [found, *(change.facts for change in first.changes), first.facts]
+    judge = Judge(canon.judging(options.volatile), first.facts, path, options.tolerate)
+    for resource, version in first.facts.items():
+        for name, relation in version.relations.items():
+            if relation.external and judge.tolerates(name.removeprefix("call ")):
+                canon.cap((resource, name), canon.templates((resource, name), relation))
+    return judge
+
+
+def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
+    """A further clean run, perhaps at another time: was anything in it volatile that was not known to be?"""
+    if _differing_steps(first, other):
+        return False
+    learned = False
+    for one, two in zip(first.changes, other.changes, strict=False):
+        for place, mine, theirs in _both(one.facts, two.facts):
+            learned = canon.learn(place, mine, theirs) or learned
+    return learned
+
+
+def _learn(canon: Canon, first: Outcome, second: Outcome) -> str:
+    canon.fingerprint(first.facts)  # row ids that were drawn are known before rows are compared
+    canon.fingerprint(second.facts)
+    relearn(canon, first, second)
+    stages = [(one.facts, two.facts) for one, two in zip(first.changes, second.changes, strict=False)]
+    stages.append((first.facts, second.facts))
+    if _same(canon, stages):
+        return ""
+    for one_facts, two_facts in stages:
+        for place, _, _ in _both(one_facts, two_facts):
+            canon.mask(place)
+    if _same(canon, stages) and len(first.changes) == len(second.changes):
+        return ""
+    return (
+        "two clean runs of the job left different ledgers, so it cannot be told what a fault changes. If a value is "
+        "random or comes from outside, declare it: volatile=['table.column']."
+    )
+
+
+def _same(canon: Canon, stages: Sequence[tuple[Facts, Facts]]) -> bool:
+    return all(canon.fingerprint(one) == canon.fingerprint(two) for one, two in stages)
+
+
+def _differing_steps(first: Outcome, second: Outcome) -> str:
+    if second.end != "done":
+        return (
+            f"the job passed the first clean run and not the second ({second.error or second.end}), which started "
+            f"{SECOND_RUN_LATER:.0f} s later with other random values. Make it independent of them in the test."
+        )
+    for number, (one, two) in enumerate(zip_longest(first.steps, second.steps), start=1):
+        if one is None or two is None or one.signature != two.signature:
+            return (
+                f"two clean runs of the job took different steps; the first difference is step {number}: "
+                f"{_shown(one)} against {_shown(two)}. Runs from the same state must do the same: look for random "
+                "choices, iteration over sets, or the time of day, and fix them in the test."
+            )
+    return ""
+
+
+def _shown(step: Step | None) -> str:
+    if step is None:
+        return "the end"
+    return f"{step.detail!r}" + (f" ({step.site})" if step.site else "")
+
+
+def _both(one: Facts, two: Facts) -> Iterator[tuple[Place, Relation, Relation]]:
+    for resource, version in one.items():
+        other = two.get(resource)
+        if other is None:
+            continue
+        for name, relation in version.relations.items():
+            if name in other.relations:
+                yield (resource, name), relation, other.relations[name]
+

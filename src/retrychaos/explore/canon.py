@@ -1,0 +1,531 @@
+"""When are two ledgers the same? Volatile values are found per cell, renamed consistently, and rows compared as multisets.
+
+Three kinds of volatile value: drawn ones (random bytes, process ids, row ids that the store drew), which are *names*:
+they may differ between two ledgers, but must be used in the same places; times, which are the clock's; and cells that
+differed between two clean runs for a reason unknown, which are names too.
+
+Names are renamed by colour refinement: a name's colour is the multiset of the places where it occurs, so that no order
+of appearance matters.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import datetime
+import fnmatch
+import functools
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from retrychaos.model.ledger import Cell, Facts, Relation, Row
+from retrychaos.runtime.chance import Chance
+from retrychaos.runtime.clock import Clock
+from retrychaos.runtime.delivery import FIRST_PID
+
+Place: TypeAlias = tuple[str, str]
+"""Resource name, relation name."""
+Name: TypeAlias = tuple[str, Cell]
+"""Kind of a drawn value, and the value."""
+Template: TypeAlias = tuple[Any, ...]
+"""A row with its names and times blanked out, as leaves."""
+View: TypeAlias = tuple[Template, ...]
+"""The same, column by column."""
+
+_MASK = 2**128 - 1
+_MOST_ROWS = 500_000
+_DRAWN = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\b\d{7,}\b")
+_BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
+_PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """What stands in a template where a volatile value was."""
+
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+ROW_ID, RANDOM, TIME, VOLATILE = Hole("id"), Hole("random"), Hole("time"), Hole("volatile")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A row seen as template and names: ``names[i]`` stands in the i-th hole that is a name."""
+
+    template: Template
+    names: tuple[Name, ...]
+    local: int
+    """Hash of the row if its names occur nowhere else: template and which of its names are equal."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """A relation seen as forms: the sum of their local hashes, and where its names occur."""
+
+    forms: tuple[Form, ...]
+    total: int
+    names: Mapping[Name, int]
+    """In how many rows."""
+
+
+class Canon:
+    """The sameness of ledgers within one check. It learns: patterns are added, never removed."""
+
+    def __init__(self, clock: Clock, chance: Chance, neutral: Facts) -> None:
+        self._clock = clock
+        self._patterns: dict[Place, dict[tuple[int, ...], set[Template]]] = defaultdict(lambda: defaultdict(set))
+        self._masked: set[Place] = set()
+        self._offsets: set[int] = {0}
+        self._moments: frozenset[int] = frozenset()
+        self._moments_of = (0, 0)
+        self._draws = _Draws(chance)
+        self._ids: dict[Place, set[Cell]] = defaultdict(set)
+        """Row ids that stores drew in this check, by table."""
+        self._rows: dict[Place, dict[Row, Form]] = defaultdict(dict)
+        self._shapes: dict[int, tuple[Relation, _Shape]] = {}
+        self._held = 0
+        self._caps: dict[Place, Counter[Template]] = {}
+        self._blind: tuple[str, ...] = ()
+        self.neutral = neutral
+        """The state in which resources were found; a relation that is as then adds nothing to a fingerprint."""
+
+    # -- comparing --------------------------------------------------------------------------------------------------
+
+    def fingerprint(self, facts: Facts) -> bytes:
+        """Equal for two states if and only if they are the same after renaming (up to hash collisions)."""
+        self._note_ids(facts)
+        total = 0
+        shared: Counter[Name] = Counter()
+        shapes: list[tuple[Place, _Shape]] = []
+        for place, relation, neutral in self._relations(facts):
+            if relation is neutral:
+                continue
+            shape = self._shape(place, relation)
+            total += self._capped(place, shape)
+            if neutral is not None:
+                total -= self._shape(place, neutral).total
+            shapes.append((place, shape))
+            shared.update(shape.names)
+        common = {name for name, rows in shared.items() if rows > 1}
+        if common:
+            involved = [(p, form) for p, shape in shapes for form in shape.forms if not common.isdisjoint(form.names)]
+            colours = _refine(involved, common)
+            for place, form in involved:
+                total += _hash(("shared", place, _coloured(form, colours))) - form.local
+        return (total & _MASK).to_bytes(16, "big")
+
+    def templates(self, place: Place, relation: Relation) -> Counter[Template]:
+        """The rows of a relation with volatile values blanked."""
+        return Counter(form.template for form in self._shape(place, relation).forms)
+
+    def cap(self, place: Place, counts: Counter[Template]) -> None:
+        """More of these rows than `counts` make no difference (a tolerated effect that nobody can read back)."""
+        self._caps[place] = counts
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def learn(self, place: Place, one: Relation, other: Relation) -> bool:
+        """Two clean runs left these at the same boundary: what differs is volatile. Was anything new?"""
+        left = Counter(self._form(place, one, row).template for row in one.rows)
+        right = Counter(self._form(place, other, row).template for row in other.rows)
+        only_left, only_right = list((left - right).elements()), list((right - left).elements())
+        learned = False
+        for mine, theirs in _pairs(only_left, only_right):
+            differing = tuple(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+            if all(self._learn_time(mine[i], theirs[i]) for i in differing):
+                learned = True
+                continue
+            key = _blank(mine, differing)
+            if key not in self._patterns[place][differing]:
+                self._patterns[place][differing].add(key)
+                learned = True
+        if learned:
+            self._forget()
+        return learned
+
+    def mask(self, place: Place) -> None:
+        """Names found by comparing clean runs are not names here: they differ without being used consistently."""
+        self._masked.add(place)
+        self._forget()
+
+    def _learn_time(self, mine: Any, theirs: Any) -> bool:
+        """Two moments at the same distance from the clocks of their runs: a time, at that distance from now on."""
+        one, two = _moment(mine), _moment(theirs)
+        if one is None or two is None:
+            return False
+        shared = {one - int(now) for now in self._clock.instants} & {two - int(now) for now in self._clock.instants}
+        if not shared:
+            return False
+        self._offsets.add(min(shared, key=abs))
+        self._moments_of = (0, 0)
+        return True
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._shapes.clear()
+
+    # -- forms ------------------------------------------------------------------------------------------------------
+
+    def _relations(self, facts: Facts) -> Iterator[tuple[Place, Relation, Relation | None]]:
+        for resource, version in facts.items():
+            neutral = self.neutral.get(resource)
+            for name, relation in version.relations.items():
+                yield (resource, name), relation, neutral.relations.get(name) if neutral else None
+            if neutral is not None:
+                for name, relation in neutral.relations.items():
+                    if name not in version.relations:  # the relation is gone, and that is a difference
+                        yield (resource, name), Relation(name, relation.columns, ()), relation
+
+    def _shape(self, place: Place, relation: Relation) -> _Shape:
+        found = self._shapes.get(id(relation))
+        if found is not None and found[0] is relation:
+            return found[1]
+        memo = self._rows[place]
+        forms: list[Form] = []
+        total = 0
+        names: dict[Name, int] = {}
+        for row in relation.rows:
+            form = memo.get(row) or self._form(place, relation, row)
+            forms.append(form)
+            total += form.local
+            if form.names:
+                for name in set(form.names):
+                    names[name] = names.get(name, 0) + 1
+        shape = _Shape(tuple(forms), total, names)
+        self._held += len(forms)
+        if self._held > _MOST_ROWS:  # a cache, not a record: big tables must not pile up
+            self._forget()
+            self._held = len(forms)
+        self._shapes[id(relation)] = (relation, shape)
+        return shape
+
+    def _capped(self, place: Place, shape: _Shape) -> int:
+        cap = self._caps.get(place)
+        if cap is None:
+            return shape.total
+        left = Counter(cap)
+        total = 0
+        for form in shape.forms:
+            if form.template not in cap or left[form.template] > 0:
+                left[form.template] -= 1
+                total += form.local
+        return total
+
+    def _form(self, place: Place, relation: Relation, row: Row) -> Form:
+        memo = self._rows[place]
+        form = memo.get(row)
+        if form is None:
+            form = self._make(place, relation, row)
+            memo[row] = form
+        return form
+
+    def _make(self, place: Place, relation: Relation, row: Row) -> Form:
+        leaves, names, _ = self._take_apart(place, relation, row)
+        template = tuple(leaves)
+        for positions, known in self._patterns[place].items():
+            if max(positions, default=-1) < len(template) and _blank(template, positions) in known:
+                names = [(at, name) for at, name in names if at not in positions]
+                if place not in self._masked:
+                    names += [(at, ("volatile", _freeze(template[at]))) for at in positions]
+                template = _blank(template, positions)
+        ordered = tuple(name for _, name in sorted(names, key=lambda item: item[0]))
+        seen: dict[Name, int] = {}
+        pattern = tuple(seen.setdefault(name, len(seen)) for name in ordered)
+        return Form(template, ordered, _hash((place, template, pattern)))
+
+    def _take_apart(
+        self, place: Place, relation: Relation, row: Row
+    ) -> tuple[list[Any], list[tuple[int, Name]], list[int]]:
+        """The leaves of a row, the names among them with their positions, and where each column begins."""
+        leaves: list[Any] = []
+        names: list[tuple[int, Name]] = []
+        starts: list[int] = []
+        blind = self._blind_columns(place, relation, row) if self._blind else ()
+        for index, cell in enumerate(row):
+            starts.append(len(leaves))
+            if index in blind:
+                leaves.append(VOLATILE)
+                continue
+            table = place[1] if index in relation.generated else relation.refs.get(index)
+            if table is not None and cell in self._ids.get((place[0], table), ()):
+                names.append((len(leaves), (f"{table} id", cell)))
+                leaves.append(ROW_ID)
+            else:
+                for leaf in _leaves(cell):
+                    self._add_leaf(leaf, leaves, names)
+        return leaves, names, starts
+
+    def view(self, place: Place, relation: Relation, row: Row) -> View:
+        """The template of a row, column by column."""
+        template = self._form(place, relation, row).template
+        starts = [*self._take_apart(place, relation, row)[2], len(template)]
+        return tuple(template[start:end] for start, end in pairwise(starts))
+
+    def judging(self, ignored: Sequence[str]) -> Canon:
+        """The same eyes, but blind to the cells that the user declared volatile.
+
+        Only for the final comparison: to the job the values are there, so states that differ in them stay apart.
+        """
+        if not ignored:
+            return self
+        other = copy.copy(self)
+        other._blind = tuple(ignored)
+        other._rows = defaultdict(dict)
+        other._shapes = {}
+        return other
+
+    def _blind_columns(self, place: Place, relation: Relation, row: Row) -> set[int]:
+        name = place[1].removeprefix("call ")
+        out: set[int] = set()
+        for pattern in self._blind:
+            if fnmatch.fnmatchcase(name, pattern):
+                out |= set(range(len(row)))
+            elif relation.ttl is not None and fnmatch.fnmatchcase(f"redis:{row[0]}", pattern):
+                out |= set(range(2, len(row)))
+            else:
+                out |= {
+                    index
+                    for index, column in enumerate(relation.columns)
+                    if fnmatch.fnmatchcase(f"{name}.{column}", pattern)
+                }
+        return out
+
+    def _note_ids(self, facts: Facts) -> None:
+        """Remember which row ids the stores drew, so that references to them are recognised in other tables."""
+        for resource, version in facts.items():
+            for name, relation in version.relations.items():
+                for ids in relation.generated.values():
+                    known = self._ids[(resource, name)]
+                    if not ids <= known:
+                        known |= ids
+                        self._forget()
+
+    def _add_leaf(self, leaf: Any, leaves: list[Any], names: list[tuple[int, Name]]) -> None:
+        kind = type(leaf)
+        if kind is str:
+            if len(leaf) >= 7:
+                self._add_text(leaf, leaves, names)
+                return
+        elif kind is int or kind is float:
+            if self._draws.number(leaf):
+                names.append((len(leaves), ("random", leaf)))
+                leaves.append(RANDOM)
+                return
+            if leaf > 1e8 and self._is_time(leaf):
+                leaves.append(TIME)
+                return
+        elif kind is bytes and self._draws.raw(leaf):
+            names.append((len(leaves), ("random", leaf.hex())))
+            leaves.append(RANDOM)
+            return
+        leaves.append(leaf)
+
+    def _add_text(self, text: str, leaves: list[Any], names: list[tuple[int, Name]]) -> None:
+        """A text may hold several drawn values: each becomes a leaf of its own, and so does what is between them."""
+        if _TIME.match(text) and self._is_time(text):
+            leaves.append(TIME)
+            return
+        if text.isdigit() and self._is_time(int(text)):
+            leaves.append(TIME)
+            return
+        start = 0
+        for match in _DRAWN.finditer(text):
+            token = match.group()
+            digits = token.isdigit()
+            if self._draws.number(int(token)) if digits else self._draws.text(token.replace("-", "").lower()):
+                hole = RANDOM
+                names.append((len(leaves) + 1, ("random", token.replace("-", "").lower())))
+            elif digits and self._is_time(int(token)):
+                hole = TIME
+            else:
+                continue
+            leaves += (text[start : match.start()], hole)
+            start = match.end()
+        if start == 0:
+            for match in _BASE64.finditer(text):
+                if self._draws.text(match.group()):
+                    names.append((len(leaves) + 1, ("random", match.group())))
+                    leaves += (text[start : match.start()], RANDOM)
+                    start = match.end()
+        leaves.append(text[start:] if start else text)
+
+    def _is_time(self, leaf: Any) -> bool:
+        moment = _moment(leaf)
+        if moment is None:
+            return False
+        key = (len(self._clock.instants), len(self._offsets))
+        if key != self._moments_of:
+            self._moments_of = key
+            self._moments = frozenset(int(now) + off for now in self._clock.instants for off in self._offsets)
+        return moment in self._moments
+
+
+class _Draws:
+    """Recognises what was drawn at random in this check, in the usual notations, whole or cut off at the end."""
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self._known = 0
+        self._bytes: set[bytes] = set()
+        self._numbers: set[int] = set()
+        self._texts: dict[str, list[str]] = defaultdict(list)
+
+    def raw(self, value: bytes) -> bool:
+        self._update()
+        return value in self._bytes
+
+    def number(self, value: float) -> bool:
+        self._update()
+        return value in _PIDS or value in self._numbers
+
+    def text(self, token: str) -> bool:
+        self._update()
+        return any(known.startswith(token) for known in self._texts.get(token[:8], ()))
+
+    def _update(self) -> None:
+        drawn = self._chance.drawn
+        while self._known < len(drawn):
+            self._add(drawn[self._known])
+            self._known += 1
+
+    def _add(self, value: bytes) -> None:
+        self._bytes.add(value)
+        number = int.from_bytes(value, "big")
+        self._numbers.add(number)
+        notations = [value.hex()]
+        if len(value) >= 12:
+            notations += (base64.urlsafe_b64encode(value).decode(), base64.b64encode(value).decode())
+        if len(value) == 16:  # as uuid4 writes it, with version and variant set (RFC 9562, 5.4)
+            uuid = number & ~(0xC000 << 48) | (0x8000 << 48)
+            uuid = uuid & ~(0xF000 << 64) | (4 << 76)
+            self._numbers.add(uuid)
+            self._bytes.add(uuid.to_bytes(16, "big"))
+            notations.append(f"{uuid:032x}")
+        for notation in notations:
+            self._texts[notation[:8]].append(notation)
+
+
+# -- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _leaves(cell: Cell) -> Iterator[Any]:
+    """A cell taken apart as far as its values are data of their own: JSON, tuples."""
+    if type(cell) is str:
+        if cell[:1] in "{[" and len(cell) > 1:
+            try:
+                yield from _json_leaves(json.loads(cell))
+                return
+            except ValueError:
+                pass
+        yield cell
+    elif type(cell) is tuple:
+        yield len(cell)
+        for item in cell:
+            yield from _leaves(item)
+    else:
+        yield cell
+
+
+def _json_leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield ("object", len(value))
+        for key in sorted(value):
+            yield key
+            yield from _json_leaves(value[key])
+    elif isinstance(value, list):
+        yield ("array", len(value))
+        for item in value:
+            yield from _json_leaves(item)
+    else:
+        yield value
+
+
+def _moment(leaf: Any) -> int | None:
+    """Whole seconds since the epoch that a value may stand for, or None."""
+    if isinstance(leaf, str):
+        if leaf.isdigit():
+            leaf = int(leaf)
+        else:
+            return _parsed(leaf)
+    if isinstance(leaf, bool) or not isinstance(leaf, int | float):
+        return None
+    for scale in (1, 1_000, 1_000_000, 1_000_000_000):
+        if 1e8 < leaf / scale < 1e10:
+            return int(leaf // scale)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> int | None:
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.timezone.utc)
+    return int(moment.timestamp() // 1)
+
+
+def _hash(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest(), "big")
+
+
+def _freeze(leaf: Any) -> Cell:
+    return repr(leaf) if isinstance(leaf, Hole) else leaf
+
+
+def _blank(template: Template, positions: Iterable[int]) -> Template:
+    wanted = set(positions)
+    return tuple(VOLATILE if at in wanted else leaf for at, leaf in enumerate(template))
+
+
+def _pairs(left: list[Template], right: list[Template]) -> Iterator[tuple[Template, Template]]:
+    """Rows of two ledgers that are most alike, each used once; only rows of the same shape can be."""
+    options = sorted(
+        (
+            (sum(a != b for a, b in zip(mine, theirs, strict=True)), i, j)
+            for i, mine in enumerate(left)
+            for j, theirs in enumerate(right)
+            if len(mine) == len(theirs)
+        ),
+    )
+    used: tuple[set[int], set[int]] = (set(), set())
+    for _, i, j in options:
+        if i not in used[0] and j not in used[1]:
+            used[0].add(i)
+            used[1].add(j)
+            yield left[i], right[j]
+
+
+def _refine(forms: list[tuple[Place, Form]], common: set[Name]) -> dict[Name, int]:
+    """Colours of the names that several rows share: equal exactly for names used in the same places."""
+    colours = {name: _hash(name[0]) for name in common}
+    occurrences: dict[Name, list[tuple[int, int]]] = defaultdict(list)
+    for number, (_, form) in enumerate(forms):
+        for at, name in enumerate(form.names):
+            if name in common:
+                occurrences[name].append((number, at))
+    classes = 0
+    while True:
+        rows = [_hash((place, _coloured(form, colours))) for place, form in forms]
+        new = {name: _hash(sorted((rows[number], at) for number, at in where)) for name, where in occurrences.items()}
+        if len(set(new.values())) <= classes:
+            return new
+        classes = len(set(new.values()))
+        colours = new
+
+
+def _coloured(form: Form, colours: Mapping[Name, int]) -> Template:
+    own: dict[Name, int] = {}
+    return (form.template, tuple(colours.get(name) or own.setdefault(name, len(own)) for name in form.names))

@@ -1,0 +1,308 @@
+"""One check from start to end: clean runs, closure, hidden memory, replay of what was found, and the verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
+from retrychaos.explore.canon import Canon
+from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, State, Suspect
+from retrychaos.explore.judge import Deviation, Judge, effect_of
+from retrychaos.explore.replay import Performance, perform
+from retrychaos.explore.runner import Forked, Here, Runner
+from retrychaos.model.errors import PlanError
+from retrychaos.model.ledger import Facts
+from retrychaos.model.options import Options
+from retrychaos.model.plan import Plan, parse
+from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Finding, Ledger, Report, Run
+from retrychaos.runtime.delivery import Job, Outcome, Workshop
+from retrychaos.world.world import Saved
+
+_MOST_FINDINGS = 8
+_ALSO_SHOWN = 4
+_REMEMBERS = (
+    "the job remembers things in the memory of its process (a module global, a cache), which a crash wipes: every "
+    "delivery ran in a process of its own"
+)
+_perf_counter = time.perf_counter
+
+
+@dataclass
+class Checked:
+    """A report, and the state in which the clean run left the world."""
+
+    report: Report
+    clean: Saved | None
+
+
+class Check:
+    """Explores one job in a workshop that has been started.
+
+    `clean_run_done` is called once, after the clean run whose effects the user may look at.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        options: Options,
+        workshop: Workshop,
+        clean_run_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self._job = job
+        self._options = options
+        self._workshop = workshop
+        self._clean_run_done = clean_run_done
+        self._started = _perf_counter()
+        self._forked: Forked | None = None
+        self._start = workshop.clock.base
+        self.canon = Canon(workshop.clock, workshop.chance, workshop.world.found_facts)
+
+    # -- the two questions ------------------------------------------------------------------------------------------
+
+    def explore(self) -> Checked:
+        """Is the job idempotent?"""
+        with self._processes():
+            runner: Runner = Here(self._workshop, self._job)
+            first = first_run(runner, self._start, self._limit())
+            self._clean_run_done()
+            clean = first.saved
+            if self._options.isolation == "process":
+                return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
+            report = self._close(runner, first)
+            return Checked(report, clean)
+
+    def run(self, token: str) -> tuple[Run, Saved | None]:
+        """What comes of one plan?"""
+        plan = parse(token, self._name)
+        with self._processes():
+            runner: Runner = Here(self._workshop, self._job)
+            first = first_run(runner, self._start, self._limit())
+            self._clean_run_done()
+            if self._options.isolation == "process":
+                runner = self._fork()
+            found = self._found()
+            baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
+            done = perform(plan, runner, self._start, self._limit())
+            deviation = self._deviation(done, baseline.judge)
+            plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
+            differences = deviation.differences if deviation else ()
+            kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
+            return Run(plan, done.timeline, differences, kind, effect), first.saved
+
+    # -- exploring --------------------------------------------------------------------------------------------------
+
+    def _close(self, runner: Runner, first: Outcome | None, note: str = "") -> Report:
+        if first is None:
+            first = first_run(runner, self._start, self._limit())
+        found = self._found()
+        baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
+        if baseline.unstable and isinstance(runner, Here):
+            return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left its memory to the second
+        if baseline.unstable:
+            return self._inconclusive(baseline, baseline.unstable)
+        spent = False
+        while True:
+            closure = self._closure(runner, baseline)
+            try:
+                closure.explore()
+            except OutOfBudget:
+                spent = True
+            except Relearned:
+                judge = make_judge(self.canon, baseline.run, found, self._options)
+                baseline = replace(baseline, judge=judge)
+                continue
+            break
+        if isinstance(runner, Here) and not spent and self._remembers(closure):
+            return self._close(self._fork(), None, _REMEMBERS)
+        return self._report(runner, baseline, closure, spent, note)
+
+    def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
+        crashes = self._options.crashes
+        most = None if crashes == "any" else int(crashes)
+        return Closure(
+            self._name, runner, self.canon, baseline, self._found(), self._start, most, self._limit_or_stop
+        )
+
+    def _found(self) -> Facts:
+        return self._workshop.world.found_facts
+
+    def _remembers(self, closure: Closure) -> bool:
+        """Run a sample again where nothing can be remembered: does the job do the same there?"""
+        samples: list[tuple[State, Saved | None]] = []
+        if closure.final is not None and closure.final.parent is not None and closure.final.kept is not None:
+            samples.append((closure.final, closure.final.kept))
+        if closure.last is not None and closure.last[0] is not closure.final:
+            samples.append(closure.last)
+        if not samples:
+            return False
+        forked = self._fork()
+        for state, saved in samples:
+            order = replace(closure.order(state), start=saved)
+            outcome = forked.run(order, lambda boundary, facts: False)
+            if outcome.end == "stopped":
+                closure.doubts += outcome.doubts
+            elif closure.digest(outcome) != state.digest:
+                return True
+        return False
+
+    # -- the verdict ------------------------------------------------------------------------------------------------
+
+    def _report(self, runner: Runner, baseline: Baseline, closure: Closure, spent: bool, note: str) -> Report:
+        findings, unconfirmed = self._findings(runner, baseline, closure)
+        reason = ""
+        if findings:
+            verdict = FAILED
+        elif closure.doubts or unconfirmed:
+            verdict, reason = INCONCLUSIVE, (closure.doubts + unconfirmed)[0]
+            spent = False
+        elif spent:
+            verdict = INCONCLUSIVE
+            reason = (
+                f"the budget of {self._options.budget:g} s ran out after {len(closure.states) - closure.waiting} of at "
+                f"least {len(closure.states)} states; no fault was found so far. Raise the option budget to go on."
+            )
+        else:
+            verdict = PROVEN
+        warnings = [f"{note}" for note in closure.notes]
+        unneeded = [each for each in self._options.tolerate if each not in baseline.judge.tolerated]
+        if verdict == PROVEN and unneeded:
+            warnings.append(f"tolerate={unneeded} was not needed: no effect of that name happened more than once")
+        return Report(
+            job=self._name,
+            verdict=verdict,
+            guarantee=self._guarantee(verdict, baseline, closure, reason),
+            findings=tuple(findings),
+            baseline=_ledger(baseline),
+            states=len(closure.states) - closure.waiting,
+            runs=closure.runs,
+            boundaries=closure.boundaries,
+            stop_reason=reason,
+            budget_spent=spent and verdict == INCONCLUSIVE,
+            seconds=_perf_counter() - self._started,
+            steps=len(baseline.run.steps),
+            notes=tuple([*([note] if note else []), *closure.doubts[1 if verdict == INCONCLUSIVE else 0 :]]),
+            warnings=tuple(warnings),
+        )
+
+    def _guarantee(self, verdict: str, baseline: Baseline, closure: Closure, reason: str) -> str:
+        most = self._options.crashes
+        crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
+        bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
+        tolerated = f"; tolerated: {', '.join(sorted(baseline.judge.tolerated))} more than once" if baseline.judge.tolerated else ""
+        ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
+        boundaries = len(baseline.run.steps) + 1
+        if verdict == PROVEN:
+            return (
+                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time: the ledger is that of a clean run "
+                f"({_states(len(closure.states))}, closed){tolerated}{ignored}"
+            )
+        if verdict == INCONCLUSIVE:
+            return f"none: {reason}"
+        return f"none: {crashes}{bound} at any of {boundaries} boundaries were tried{tolerated}{ignored}"
+
+    def _findings(self, runner: Runner, baseline: Baseline, closure: Closure) -> tuple[list[Finding], list[str]]:
+        """The smallest plan of each cause, replayed; and why some could not be confirmed."""
+        groups: dict[tuple[str, str], list[Suspect]] = {}
+        for suspect in closure.suspects:
+            groups.setdefault((suspect.kind, suspect.effect), []).append(suspect)
+        findings: list[Finding] = []
+        unconfirmed: list[str] = []
+        for (kind, effect), suspects in list(groups.items())[:_MOST_FINDINGS]:
+            suspect = min(suspects, key=lambda each: len(each.plan.legs))
+            try:
+                done = perform(suspect.plan, runner, self._start, self._limit())
+            except PlanError as problem:
+                unconfirmed.append(f"a fault was found that does not repeat, so the job is not deterministic: {problem}")
+                continue
+            deviation = self._deviation(done, baseline.judge)
+            if deviation is None or deviation.kind != kind:
+                unconfirmed.append(
+                    f"a fault was found that does not repeat ({kind} {effect}, plan {suspect.plan.token}), so the job is "
+                    "not deterministic. Look for random choices and the time of day."
+                )
+                continue
+            also = sorted({each.state.place for each in suspects if each is not suspect} - {suspect.state.place, ""})
+            plan = replace(suspect.plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
+            findings.append(
+                Finding(
+                    kind,
+                    effect,
+                    plan,
+                    done.timeline,
+                    deviation.differences,
+                    tuple(also[:_ALSO_SHOWN]),
+                    max(0, len(also) - _ALSO_SHOWN),
+                    deviation.reason,
+                )
+            )
+        return findings, unconfirmed
+
+    def _deviation(self, done: Performance, judge: Judge) -> Deviation | None:
+        found = judge.judge(done.facts)
+        if done.end == "done":
+            return found
+        differences = found.differences if found else ()
+        return Deviation("stuck", done.error or "it waits for ever", differences, "no later delivery gets further")
+
+    def _inconclusive(self, baseline: Baseline, reason: str) -> Report:
+        return Report(
+            job=self._name,
+            verdict=INCONCLUSIVE,
+            guarantee=f"none: {reason}",
+            findings=(),
+            baseline=_ledger(baseline),
+            states=1,
+            runs=2,
+            boundaries=len(baseline.run.steps) + 1,
+            stop_reason=reason,
+            seconds=_perf_counter() - self._started,
+            steps=len(baseline.run.steps),
+        )
+
+    # -- time and processes -----------------------------------------------------------------------------------------
+
+    def _limit(self) -> float:
+        """Seconds for one delivery: what is left of the budget, and a little more for one that has begun."""
+        left = self._options.budget - (_perf_counter() - self._started)
+        return max(left, 1.0)
+
+    def _limit_or_stop(self) -> float:
+        if _perf_counter() - self._started > self._options.budget:
+            raise OutOfBudget
+        return self._limit()
+
+    def _fork(self) -> Forked:
+        assert self._forked is not None
+        return self._forked
+
+    @contextmanager
+    def _processes(self) -> Iterator[None]:
+        """The process that others are forked from begins before the job has run for the first time."""
+        self._forked = Forked(self._workshop, self._job)
+        try:
+            yield
+        finally:
+            self._forked.close()
+            self._forked = None
+
+
+def _ledger(baseline: Baseline) -> Ledger:
+    rows: dict[str, dict[str, int]] = {}
+    judge = baseline.judge
+    for resource, version in baseline.run.facts.items():
+        for name, relation in version.relations.items():
+            for row in relation.rows:
+                view = judge.canon.view((resource, name), relation, row)
+                counted = rows.setdefault(effect_of(relation, view), {})
+                text = judge.describe(relation, row, view)
+                counted[text] = counted.get(text, 0) + 1
+    return Ledger(rows)
+
+
+def _states(count: int) -> str:
+    return "1 state" if count == 1 else f"{count} states"

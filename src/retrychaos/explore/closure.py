@@ -1,0 +1,287 @@
+"""Crash closure: run one delivery from every durable state that a crash can leave, until no new state appears.
+
+A redelivered job knows nothing but its payload and the durable state. So one run from a state shows every state that a
+crash of that run could leave, and when the set of states is closed, any number of crashes is covered. States are
+visited breadth first: the first counterexample has the fewest crashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from retrychaos.explore.baseline import Baseline, relearn
+from retrychaos.explore.canon import Canon
+from retrychaos.explore.runner import Runner
+from retrychaos.model.ledger import Facts
+from retrychaos.model.plan import Leg, Plan, step_mark
+from retrychaos.model.step import Step
+from retrychaos.runtime.delivery import LADDER, Change, Order, Outcome
+from retrychaos.world.world import Saved
+
+MAX_DELIVERIES = 25
+"""Deliveries of one message: what Sidekiq's default retry policy allows."""
+REDELIVERY_DELAY = 1.0
+"""Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
+
+
+@dataclass(eq=False)
+class State:
+    """A durable state, how a message got there, and what a delivery from there does."""
+
+    mark: bytes
+    saved: Saved | None
+    at: float
+    deliveries: int
+    crashes: int
+    parent: State | None = None
+    leg: Leg = field(default_factory=Leg)
+    place: str = ""
+    """Where the process died, for people."""
+    expiries: tuple[float, ...] = ()
+    kept: Saved | None = None
+    """As saved, for the one state that is looked at again when everything was run."""
+    beyond_repair: bool = False
+    """It shows an effect too many: what it leads to is not explored."""
+    end: str = ""
+    error: str = ""
+    next: State | None = None
+    """Where a failed delivery from here leads."""
+    digest: bytes = b""
+    waits: int = 0
+    """How many waits were tried before a delivery from here."""
+
+    def legs(self) -> list[Leg]:
+        """The plan that leads here."""
+        legs: list[Leg] = []
+        state: State | None = self
+        while state is not None and state.parent is not None:
+            legs.append(state.leg)
+            state = state.parent
+        return legs[::-1]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A state from which a delivery does not lead to the baseline."""
+
+    state: State
+    kind: str
+    effect: str
+    plan: Plan
+
+
+class OutOfBudget(Exception):
+    """Time was up between two deliveries."""
+
+
+class Relearned(Exception):
+    """A further clean run showed that more is volatile than was known: states have to be told apart anew."""
+
+
+class Closure:
+    """Explores the states of one job. ``limit()`` gives the seconds left for a delivery, or raises OutOfBudget."""
+
+    def __init__(
+        self,
+        job: str,
+        runner: Runner,
+        canon: Canon,
+        baseline: Baseline,
+        found: Facts,
+        start: float,
+        most_crashes: int | None,
+        limit: Callable[[], float],
+    ) -> None:
+        self.states: dict[bytes, State] = {}
+        self.runs = 2  # the clean ones
+        self.boundaries = 0
+        self.bounded = False
+        """States were left out because they take more than MAX_DELIVERIES."""
+        self.doubts: list[str] = []
+        self.notes: list[str] = []
+        self.suspects: list[Suspect] = []
+        self.last: tuple[State, Saved] | None = None
+        """The state that was run from last, as a sample of deliveries that could be hit by hidden memory."""
+        self._job = job
+        self._runner = runner
+        self._canon = canon
+        self._baseline = baseline
+        self._most_crashes = most_crashes
+        self._limit = limit
+        self._queue: deque[State] = deque()
+        self._looks = 3
+        self.root = State(canon.fingerprint(found), None, start, 0, 0)
+        self.states[self.root.mark] = self.root
+        for run in (baseline.run, baseline.second):
+            self._note(run)
+        order = Order(None, start, 1, "1")
+        self._absorb(self.root, baseline.run, list(baseline.run.changes), order)
+        self.final = self.states.get(canon.fingerprint(baseline.run.facts))
+        if self.final is not None:
+            self.final.kept = self.final.saved
+
+    @property
+    def waiting(self) -> int:
+        """States found and not yet run from."""
+        return len(self._queue)
+
+    def explore(self) -> None:
+        """Run until closed. Raises OutOfBudget."""
+        while True:
+            while self._queue:
+                self._visit(self._queue.popleft())
+            stuck = next((state for state in self._unfinished() if state.waits < len(self._waits(state))), None)
+            if stuck is None:
+                break
+            self._visit(stuck)
+        self._report_stuck()
+
+    # -- one state --------------------------------------------------------------------------------------------------
+
+    def order(self, state: State, wait: int = 0) -> Order:
+        """The delivery from a state."""
+        number = state.deliveries + 1
+        return Order(state.saved, state.at + REDELIVERY_DELAY + wait, number, str(number), limit=self._limit())
+
+    def digest(self, outcome: Outcome) -> bytes:
+        """What two runs from one state must have in common."""
+        seen = repr([step.signature for step in outcome.steps] + [outcome.end])
+        return hashlib.blake2b(seen.encode() + self._canon.fingerprint(outcome.facts)).digest()
+
+    def _visit(self, state: State) -> None:
+        wait = 0
+        if state.end:  # not the first visit: the clock goes on before this one
+            wait = self._waits(state)[state.waits]
+            state.waits += 1
+        marks: set[bytes] = set()
+
+        def keep(boundary: int, facts: Facts) -> bool:
+            mark = self._canon.fingerprint(facts)
+            if mark in self.states or mark in marks:
+                return False
+            marks.add(mark)
+            return True
+
+        order = self.order(state, wait)
+        outcome = self._runner.run(order, keep)
+        self.runs += 1
+        if outcome.cause is not None:
+            raise outcome.cause
+        self._note(outcome)
+        if outcome.end == "stopped":
+            raise OutOfBudget
+        self._absorb(state, outcome, [change for change in outcome.changes if change.saved is not None], order)
+        if state.saved is not None and not wait:
+            self.last = (state, state.saved)
+        if state.end != "failed":
+            state.saved = None
+
+    def _absorb(self, state: State, outcome: Outcome, fresh: list[Change], order: Order) -> None:
+        self.boundaries += len(outcome.steps) + 1
+        state.end, state.error, state.next = outcome.end, outcome.error, None
+        state.digest = self.digest(outcome)
+        wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent else 0
+        if outcome.end == "done":
+            deviation = self._baseline.judge.judge(outcome.facts)
+            if deviation is not None:
+                if deviation.kind == "changed":
+                    self._look_again(order.at)
+                self._suspect(state, deviation.kind, deviation.effect, wait)
+                return
+        if state.beyond_repair:
+            return
+        for change in fresh:
+            self._add(state, outcome, change, wait)
+        if outcome.end != "done":
+            last = Change(len(outcome.steps), outcome.facts, outcome.clock, outcome.saved)
+            state.next = self._add(state, outcome, last, wait)
+
+    def _add(self, state: State, outcome: Outcome, change: Change, wait: int) -> State | None:
+        """The state at a boundary of a delivery from `state`; None if it is out of bounds."""
+        mark = self._canon.fingerprint(change.facts)
+        if mark in self.states:
+            return self.states[mark]
+        boundary = change.boundary
+        nacked = outcome.end == "failed" and boundary == len(outcome.steps)
+        crashes = state.crashes + (0 if nacked else 1)
+        if self._most_crashes is not None and crashes > self._most_crashes:
+            return None
+        if state.deliveries + 1 >= MAX_DELIVERIES:
+            self.bounded = True
+            return None
+        last = outcome.steps[boundary - 1] if boundary else None
+        leg = Leg(None, wait=wait) if nacked else Leg(boundary, step_mark(last) if last else "", wait)
+        place = _place(last, boundary)
+        new = State(mark, change.saved, change.clock, state.deliveries + 1, crashes, state, leg, place)
+        new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))
+        new.beyond_repair = self._baseline.judge.excess(change.facts)
+        self.states[mark] = new
+        self._queue.append(new)
+        return new
+
+    def _look_again(self, at: float) -> None:
+        """A coin flip, or a value that comes from the date, is not a fault: what does a clean run do at that time?"""
+        if self._looks == 0:
+            return
+        self._looks -= 1
+        order = Order(None, at, 2, f"clean run at {at - self.root.at:g}", limit=self._limit())
+        other = self._runner.run(order, lambda boundary, facts: False)
+        if other.end == "done" and relearn(self._canon, self._baseline.run, other):
+            raise Relearned
+
+    def _note(self, outcome: Outcome) -> None:
+        self.doubts += [doubt for doubt in outcome.doubts if doubt not in self.doubts]
+        self.notes += [note for note in outcome.notes if note not in self.notes]
+
+    def _suspect(self, state: State, kind: str, effect: str, wait: int = 0) -> None:
+        plan = Plan(self._job, (*state.legs(), Leg(wait=wait)))
+        self.suspects.append(Suspect(state, kind, effect, plan))
+
+    # -- progress ---------------------------------------------------------------------------------------------------
+
+    def _unfinished(self) -> Iterator[State]:
+        """States at the end of a chain of failed deliveries that leads nowhere; each once."""
+        seen: set[int] = set()
+        for state in list(self.states.values()):
+            if state.end not in ("failed", "hung"):
+                continue
+            last = self._end_of_chain(state)
+            if last is not None and id(last) not in seen:
+                seen.add(id(last))
+                yield last
+
+    def _end_of_chain(self, state: State) -> State | None:
+        """Where retries from `state` come to turn in a circle; None if they reach the end of the job."""
+        visited: set[int] = set()
+        while state.end in ("failed", "hung"):
+            visited.add(id(state))
+            if state.next is None or id(state.next) in visited:
+                return state
+            state = state.next
+        return None
+
+    def _waits(self, state: State) -> list[int]:
+        """Seconds to wait before further attempts from a state that leads nowhere: past every expiry, then longer."""
+        if state.end == "hung" or state.saved is None:
+            return []  # it has waited already
+        ends = [int(end - state.at) + 1 for end in state.expiries if end > state.at + REDELIVERY_DELAY]
+        return [*ends, *(int(rung) for rung in LADDER)]
+
+    def _report_stuck(self) -> None:
+        for state in self.states.values():
+            if state.end not in ("failed", "hung"):
+                continue
+            last = self._end_of_chain(state)
+            if last is None or (last.next is None and self.bounded and state.crashes > 1):
+                continue  # the bound on deliveries was reached by crashes, not by failures alone
+            self._suspect(state, "stuck", state.error or "it waits for ever")
+
+
+def _place(step: Step | None, boundary: int) -> str:
+    if step is None:
+        return "before the first step"
+    where = f" ({step.site})" if step.site else ""
+    return f"after step {boundary}: {step.detail}{where}"

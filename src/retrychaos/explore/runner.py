@@ -1,0 +1,75 @@
+"""Where deliveries run: in this process, or each in a process forked before the first one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from retrychaos.runtime.delivery import Job, Keep, Order, Outcome, Workshop
+from retrychaos.runtime.fork import ForkError, Zygote
+
+_GRACE = 10.0
+_perf_counter = time.perf_counter
+
+
+class Runner(Protocol):
+    """Runs one delivery."""
+
+    def run(self, order: Order, keep: Keep) -> Outcome: ...
+
+
+class Here:
+    """In this process."""
+
+    def __init__(self, workshop: Workshop, job: Job) -> None:
+        self._workshop = workshop
+        self._job = job
+
+    def run(self, order: Order, keep: Keep) -> Outcome:
+        return self._workshop.run(self._job, order, keep)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    outcome: Outcome
+    drawn: list[bytes]
+    instants: set[float]
+
+
+class Forked:
+    """In a fresh process each, forked from one that has never run the job."""
+
+    def __init__(self, workshop: Workshop, job: Job) -> None:
+        self._workshop = workshop
+        self._zygote = Zygote(lambda order: self._serve(job, order))
+
+    def _serve(self, job: Job, order: Order) -> _Reply:
+        workshop = self._workshop
+        outcome = workshop.run(job, order, lambda boundary, facts: True)
+        if outcome.cause is not None:
+            outcome = replace(outcome, cause=type(outcome.cause)(str(outcome.cause)))
+        return _Reply(outcome, workshop.chance.drawn, workshop.clock.instants)
+
+    def run(self, order: Order, keep: Keep) -> Outcome:
+        workshop = self._workshop
+        workshop.clock.set(order.at)
+        workshop.world.shifted = False
+        workshop.world.restore(order.start)
+        known = set(workshop.chance.drawn)
+        try:
+            reply: _Reply = self._zygote.ask(order, order.limit + _GRACE)
+        except ForkError as problem:
+            return Outcome("stopped", (), (), {}, None, order.at, doubts=(f"hidden memory cannot be ruled out: {problem}",))
+        finally:
+            workshop.world.distrust()
+        workshop.chance.drawn += [value for value in reply.drawn if value not in known]
+        workshop.clock.instants |= reply.instants
+        changes = tuple(
+            change if keep(change.boundary, change.facts) else replace(change, saved=None)
+            for change in reply.outcome.changes
+        )
+        return replace(reply.outcome, changes=changes)
+
+    def close(self) -> None:
+        self._zygote.close()

@@ -1,0 +1,147 @@
+"""The options of a check: the same names in a call, on the marker, in ini files and on the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from retrychaos.model.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a check covers and what it may spend.
+
+    crashes: ``"any"`` number of crashes, or at most that many; 0 turns them off.
+    budget: seconds; when they are spent the verdict is ``inconclusive`` and says how far it got.
+    tolerate: effects that may happen more often than once (``"mail"``, ``"payments.charge"``, a table); a pattern
+    with ``*`` works.
+    volatile: cells that may differ (``"jobs.attempts"``, ``"redis:stats:*"``, a whole table).
+    isolation: ``"sample"`` runs some deliveries again in a forked process, to find memory that survives in the module;
+    ``"process"`` runs every delivery so.
+    scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``).
+    duplicates, faults, late: not in this version; only the values that turn them off.
+    """
+
+    crashes: int | str = "any"
+    duplicates: int = 1
+    faults: bool = False
+    late: bool = False
+    budget: float = 30.0
+    tolerate: tuple[str, ...] = ()
+    volatile: tuple[str, ...] = ()
+    isolation: str = "sample"
+    scratch: tuple[str, ...] = ()
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Options:
+        """A copy with other values. Raises OptionError for an unknown name or a value of the wrong type."""
+        return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
+
+
+NAMES = tuple(field.name for field in fields(Options))
+PLANNED = ("children", "delivery", "profile", "rivals", "siblings", "order", "then", "cron", "shards")
+"""Options of later versions."""
+
+
+def from_text(name: str, text: str) -> Any:
+    """The value of an option written in an ini file or on the command line."""
+    if name in ("tolerate", "volatile", "scratch"):
+        return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
+    if name in ("faults", "late"):
+        words = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+        if text.strip().lower() not in words:
+            raise OptionError(f"option {name!r} is true or false, not {text!r}.")
+        return words[text.strip().lower()]
+    if name == "isolation":
+        return text.strip()
+    try:
+        return text.strip() if name == "crashes" and text.strip() == "any" else _number(text)
+    except ValueError:
+        raise OptionError(f"option {name!r} does not take {text!r}: {_EXPECTED[name]}.") from None
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value == int(value) else value
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in PLANNED:
+        raise OptionError(f"option {name!r} is not in this version yet. Options now: {', '.join(NAMES)}.")
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"there is no option {name!r}.{hint} Options: {', '.join(NAMES)}.")
+    try:
+        return _CHECKS[name](value)
+    except (TypeError, ValueError):
+        raise OptionError(f"option {name!r} does not take {value!r}: {_EXPECTED[name]}.") from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _crashes(value: Any) -> int | str:
+    if value == "any" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value  # type: ignore[no-any-return]
+    raise ValueError
+
+
+def _duplicates(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value == 1:
+        return value
+    raise ValueError
+
+
+def _off(value: Any) -> bool:
+    if value is False:
+        return value
+    raise ValueError
+
+
+def _budget(value: Any) -> float:
+    if _is_number(value) and value > 0:
+        return float(value)
+    raise ValueError
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError  # a single text is most likely a forgotten pair of brackets
+    texts = tuple(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    return texts
+
+
+def _isolation(value: Any) -> str:
+    if value in ("sample", "process"):
+        return str(value)
+    raise ValueError
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "crashes": _crashes,
+    "duplicates": _duplicates,
+    "faults": _off,
+    "late": _off,
+    "budget": _budget,
+    "tolerate": _texts,
+    "volatile": _texts,
+    "isolation": _isolation,
+    "scratch": _texts,
+}
+_EXPECTED = {
+    "crashes": '"any" or a number of crashes from 0',
+    "duplicates": "1 (two deliveries at the same time are not in this version yet)",
+    "faults": "False (errors and lost replies are not in this version yet)",
+    "late": "False (redelivery after an expiry is not in this version yet)",
+    "budget": "a number of seconds above 0",
+    "tolerate": 'a list of effects, such as ["mail"]',
+    "volatile": 'a list of cells, such as ["jobs.attempts"]',
+    "isolation": '"sample" or "process"',
+    "scratch": 'a list of server addresses, such as ["redis://localhost:6379"]',
+}

@@ -1,0 +1,1 @@
+"""Reports for people and machines: all read the same Report, none computes."""

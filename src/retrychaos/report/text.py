@@ -1,0 +1,125 @@
+"""A report as text for the terminal: job, what broke, timelines, ledger against baseline, how to replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from retrychaos.model.report import FAILED, PROVEN, Delivery, Difference, Finding, Report
+from retrychaos.model.step import Step
+
+_CAUSES = {
+    "duplicated": "an effect happened more often than in the clean run",
+    "lost": "an effect of the clean run is missing, and no later delivery makes up for it",
+    "changed": "a value differs from that of the clean run",
+    "stuck": "no later delivery finishes the job",
+}
+_KEPT = 4
+_WIDTH = 110
+
+
+def summary_line(report: Report) -> str:
+    """One line: verdict, job, guarantee, counts, time."""
+    found = ", ".join(f"{finding.kind} {finding.effect}" for finding in report.findings)
+    said = found if report.verdict == FAILED else report.guarantee
+    return (
+        f"{report.verdict:<12} {report.job}: {said} "
+        f"[{report.states} states, {report.runs} runs, {report.boundaries} boundaries, {report.seconds:.2f} s]"
+    )
+
+
+def full_text(report: Report) -> str:
+    """The whole report."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"{report.job} is {_said(report)}"
+    for finding in report.findings:
+        yield ""
+        yield from _finding(finding)
+    if report.verdict != PROVEN and not report.findings:
+        yield ""
+        yield f"reason: {report.stop_reason}"
+    for note in report.notes:
+        yield f"note: {note}"
+    for warning in report.warnings:
+        yield f"warning: {warning}"
+    yield ""
+    yield (
+        f"{report.states} states, {report.runs} runs, {report.boundaries} boundaries in {report.seconds:.2f} s; "
+        f"the clean run has {report.steps} steps"
+    )
+
+
+def _said(report: Report) -> str:
+    if report.verdict == FAILED:
+        return "not idempotent"
+    if report.verdict == PROVEN:
+        return f"proven: {report.guarantee}"
+    return "neither proven nor refuted (inconclusive)"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"{finding.kind.upper()} {finding.effect}: {finding.reason or _CAUSES[finding.kind]}"
+    yield ""
+    for delivery in finding.timeline:
+        yield from _delivery(delivery, last=delivery is finding.timeline[-1])
+    if finding.differences:
+        yield ""
+        yield f"  {'ledger':<{_WIDTH - 30}} clean run  this run"
+        for difference in finding.differences:
+            yield _difference(difference)
+    if finding.also_at:
+        yield ""
+        yield "  the same happens when it dies"
+        for place in finding.also_at:
+            yield f"    {_cut(place, _WIDTH)}"
+        if finding.more_places:
+            yield f"    and at {finding.more_places} other places"
+    yield ""
+    yield f"  replay: pytest --chaos-replay {finding.token}"
+
+
+def _delivery(delivery: Delivery, last: bool) -> Iterator[str]:
+    after = f", {_duration(delivery.after)} later" if delivery.after else ""
+    yield f"  delivery {delivery.number}{after}"
+    steps = delivery.steps
+    hidden = len(steps) - 2 * _KEPT - 1
+    for number, step in enumerate(steps, start=1):
+        if hidden > 0 and _KEPT < number <= len(steps) - _KEPT:
+            if number == _KEPT + 1:
+                yield f"         ... {len(steps) - 2 * _KEPT} more steps"
+            continue
+        yield _step(number, step)
+    yield f"    {_ENDS[delivery.end]}{': ' + delivery.error if delivery.error else ''}"
+
+
+_ENDS = {
+    "crashed": "  ✗  the process dies here (SIGKILL: no except, no finally runs)",
+    "completed": "  ✓  returns: the message is acknowledged",
+    "failed": "  !  raises, so it is retried",
+    "hung": "  ∞  never ends",
+}
+
+
+def _step(number: int, step: Step) -> str:
+    text = _cut(step.detail, 64)
+    where = f"{step.site}  {step.site.source}" if step.site else ""
+    return _cut(f"    {number:>3}  {step.kind:<6} {text:<64}  {where}".rstrip(), 160)
+
+
+def _difference(difference: Difference) -> str:
+    sign = "+" if difference.found > difference.expected else "-"
+    row = _cut(f"{difference.effect}  {difference.row}", _WIDTH - 34)
+    return f"  {sign} {row:<{_WIDTH - 32}} {difference.expected:>9} {difference.found:>9}"
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,59 @@
+"""Randomness of a delivery: new on every attempt, the same when a check is repeated, and remembered.
+
+Values are never pinned across attempts: a key that is drawn anew on each attempt is a common bug.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+from typing import Any
+
+from retrychaos.runtime.patching import Patches
+
+_real_urandom = os.urandom
+
+
+class Chance:
+    """Replaces ``os.urandom`` (and with it uuid4 and secrets), seeds ``random``, and keeps what was drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: list[bytes] = []
+        """Every random value of this check of four bytes or more, in the order drawn."""
+        self._patches = Patches()
+        self._state: Any = None
+        self._seed = b""
+        self._count = 0
+        self._thread = threading.get_ident()
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._state = random.getstate()
+        self._patches.set_everywhere(os, "urandom", self._urandom)
+        self._patches.set(random, "_urandom", self._urandom)
+
+    def stop(self) -> None:
+        self._patches.undo()
+        if self._state is not None:
+            random.setstate(self._state)
+            self._state = None
+
+    def seed(self, seed: str) -> None:
+        """Begin a delivery: all that it draws follows from `seed`."""
+        self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
+        self._count = 0
+        random.seed(self._seed)
+
+    def _urandom(self, size: int) -> bytes:
+        if threading.get_ident() != self._thread:
+            return _real_urandom(size)
+        out = b""
+        while len(out) < size:
+            self._count += 1
+            out += hashlib.blake2b(self._count.to_bytes(8, "big"), key=self._seed).digest()
+        out = out[:size]
+        if size >= 4:
+            self.drawn.append(out)
+        return out

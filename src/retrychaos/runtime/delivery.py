@@ -1,0 +1,333 @@
+"""One delivery under control: boundaries seen, its end told apart, and afterwards its process gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from retrychaos.model.ledger import Facts
+from retrychaos.model.step import Step
+from retrychaos.model.values import copied
+from retrychaos.runtime.chance import Chance
+from retrychaos.runtime.clock import Clock
+from retrychaos.runtime.patching import Patches
+from retrychaos.runtime.watchdog import Stopped, Watchdog
+from retrychaos.world.sites import user_site
+from retrychaos.world.world import Saved, World
+
+MAX_STEPS = 100_000
+"""Steps of one delivery; more is an endless loop."""
+IDLE_SLEEPS = 1_000
+"""Sleeps in a row during which nothing changes; then the clock goes to the next thing that can happen."""
+LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
+"""Seconds to wait where no expiry is known: a minute, an hour, a day, Sidekiq's 21 days of retries."""
+FIRST_PID = 3_000_001
+"""Process ids of deliveries: above what Linux gives out by default, so that they are recognised in data."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A callable and its payload."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = ()  # type: ignore[assignment]  # an empty mapping, immutable
+
+    def __call__(self) -> None:
+        """Run it with a payload of its own, as if parsed anew from the queue."""
+        self.function(*copied(self.args), **copied(dict(self.kwargs)))
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to deliver from: which state, at which time, with which chance.
+
+    number: the how-manieth delivery of the message it is; gives it a process id of its own.
+    traced: note source lines and values of steps, for a timeline.
+    shifted: let the stores draw other ids than usual.
+    """
+
+    start: Saved | None
+    at: float
+    number: int
+    seed: str
+    traced: bool = False
+    shifted: bool = False
+    limit: float = 10.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """The committed state is another one from this boundary on. `boundary` is the number of steps done before it."""
+
+    boundary: int
+    facts: Facts
+    clock: float
+    saved: Saved | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a delivery went.
+
+    end: ``done``; ``failed`` (the job raised: a nack); ``hung`` (it would wait for ever, or never stop making steps);
+    ``stopped`` (time was up).
+    """
+
+    end: str
+    steps: tuple[Step, ...]
+    changes: tuple[Change, ...]
+    facts: Facts
+    saved: Saved | None
+    clock: float
+    error: str = ""
+    trace: str = ""
+    """The whole traceback of the job's exception; only if traced."""
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    cause: Exception | None = None
+    """A problem that ends the check: raised past the job."""
+
+
+Keep = Callable[[int, Facts], bool]
+"""Asked at every change: is this state worth saving?"""
+
+
+class Fenced(BaseException):
+    """Raised at every further step of a delivery that the harness has ended."""
+
+
+class Workshop:
+    """Runs deliveries one after the other in this process, in the caller's thread."""
+
+    def __init__(self, world: World, clock: Clock, chance: Chance) -> None:
+        self.world = world
+        self.clock = clock
+        self.chance = chance
+        self.before: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
+        """Called around each delivery, while it is still recorded."""
+        self._watchdog = Watchdog()
+        self._running: _Delivery | None = None
+        self._patches = Patches()
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        self._patches.set(os, "getpid", lambda: self._pid)
+        self.clock.start(self._sleep)
+        self.chance.start()
+        self.world.install()
+
+    def stop(self) -> None:
+        """Undo every patch. Safe to call at any point after start() has begun."""
+        for undo in (self._watchdog.disarm, self.world.uninstall, self.chance.stop, self.clock.stop):
+            undo()
+        self._patches.undo()
+
+    def run(self, job: Job, order: Order, keep: Keep) -> Outcome:
+        """Deliver `job` once as `order` says. Never raises what the job raises, except an interruption."""
+        world = self.world
+        world.shifted, world.traced = order.shifted, order.traced
+        self.clock.set(order.at)
+        world.restore(order.start)
+        self.chance.seed(order.seed)
+        real = self._pid
+        self._pid = FIRST_PID + order.number
+        delivery = _Delivery(world, self.clock, order, keep)
+        threads = set(threading.enumerate())
+        world.recorder = self._running = delivery
+        for hook in self.before:
+            hook()
+        try:
+            self._watchdog.arm(order.limit)
+            try:
+                delivery.call(job)
+            finally:
+                self._watchdog.disarm()
+            delivery.finish(self._watchdog.expired)
+            for hook in self.after:
+                hook()
+            for thread in set(threading.enumerate()) - threads:
+                if thread.is_alive() and not thread.name.startswith("retrychaos"):
+                    delivery.doubt(
+                        f"the job left the thread {thread.name!r} running when it returned: what that does after a "
+                        "crash is not seen. Join threads before the job returns."
+                    )
+        finally:
+            delivery.fence = delivery.fence or Fenced()
+            world.quiet = True
+            try:
+                notes = world.end_delivery()
+            finally:
+                world.quiet = False
+                self._pid = real
+                self._running = None
+        try:
+            return delivery.outcome(notes)
+        finally:
+            world.recorder = None
+
+    def _sleep(self, seconds: float) -> None:
+        if self._running is None or self.world.quiet:
+            return
+        self._running.sleep(seconds)
+
+
+class _Delivery:
+    """The running delivery: what steps report to."""
+
+    def __init__(self, world: World, clock: Clock, order: Order, keep: Keep) -> None:
+        self.fence: BaseException | None = None
+        self._world = world
+        self._clock = clock
+        self._order = order
+        self._keep = keep
+        self._steps: list[Step] = []
+        self._changes: list[Change] = []
+        start: Facts = order.start.facts if order.start is not None else {}
+        self._facts: Facts = {**start, **{name: resource.version for name, resource in world.resources.items()}}
+        self._saved = order.start
+        self._end = "done"
+        self._error = self._trace = ""
+        self._doubts: list[str] = []
+        self._cause: Exception | None = None
+        self._lock = threading.RLock()
+        self._idle = 0
+        self._rung = 0
+        if any(self._facts[name] is not version for name, version in start.items()):
+            self._note_change()  # something expired between the crash and this delivery
+
+    # -- Recorder ---------------------------------------------------------------------------------------------------
+
+    def boundary(self, step: Step) -> None:
+        with self._lock:
+            if self.fence is not None:
+                raise self.fence
+            self._look()
+            if len(self._steps) >= MAX_STEPS:
+                self._give_up("hung")
+            if self._order.traced:
+                step = replace(step, site=user_site(sys._getframe(2)))
+            self._steps.append(step)
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        self._cause = problem
+        self._give_up("stopped")
+
+    def doubt(self, reason: str) -> None:
+        if reason not in self._doubts:
+            self._doubts.append(reason)
+
+    # -- the job ----------------------------------------------------------------------------------------------------
+
+    def call(self, job: Job) -> None:
+        try:
+            job()
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except (Stopped, Fenced):
+            pass
+        except BaseException as error:
+            if type(error).__module__ == "_pytest.outcomes":
+                raise
+            if self.fence is None:
+                self._end = "failed"
+                self._error = _describe(error)
+                if self._order.traced:
+                    self._trace = "".join(traceback.format_exception(error))
+            # Frames keep sessions and cursors alive; in a process that died they would be gone.
+            traceback.clear_frames(error.__traceback__)
+
+    def finish(self, expired: bool) -> None:
+        """The job has returned: here is the last boundary, between the last step and the ack."""
+        if expired:
+            self._end = "stopped"
+        if self._cause is None and not expired:
+            self._look()
+
+    def sleep(self, seconds: float) -> None:
+        """Virtual sleep. Waiting for something that cannot happen otherwise goes on to the next expiry."""
+        before = self._facts
+        with self._lock:
+            if self.fence is not None:
+                raise self.fence
+            self._look()
+            step = Step("sleep", "clock", "sleep", f"sleep({seconds:g})")
+            if self._order.traced:
+                step = replace(step, site=user_site(sys._getframe(2)))
+            self._steps.append(step)
+            self._idle = self._idle + 1 if self._facts is before else 0
+            if len(self._steps) >= MAX_STEPS:
+                self._give_up("hung")
+            if self._idle >= IDLE_SLEEPS:
+                seconds = max(seconds, self._leap())
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        self._clock.set(self._clock.now() + seconds)
+        self._world.shift(seconds)
+
+    def _leap(self) -> float:
+        """Seconds to the next thing that can happen; ends the delivery when there is none."""
+        now = self._clock.now()
+        ends = [end for version in self._facts.values() for end in version.expiries if end > now]
+        if ends:
+            return min(ends) - now + 0.001
+        if self._rung >= len(LADDER):
+            self._give_up("hung")
+        self._rung += 1
+        self._idle -= 20
+        return LADDER[self._rung - 1]
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self._world.dirty:
+            self._compare(self._world.facts())
+
+    def _compare(self, facts: Facts) -> None:
+        """A resource that is seen for the first time is no change."""
+        known = self._facts
+        changed = any(known.get(name, version) is not version for name, version in facts.items())
+        if changed or not facts.keys() <= known.keys():
+            self._facts = {**known, **facts}
+        if changed:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        boundary = len(self._steps)
+        saved = self._world.save() if self._keep(boundary, self._facts) else None
+        self._saved = saved
+        self._changes.append(Change(boundary, self._facts, self._clock.now(), saved))
+
+    def _give_up(self, end: str) -> NoReturn:
+        self._end = end
+        self.fence = Fenced()
+        raise self.fence
+
+    def outcome(self, notes: list[str]) -> Outcome:
+        if self._cause is None and self._end != "stopped":
+            self._compare(self._world.sweep())
+        return Outcome(
+            self._end,
+            tuple(self._steps),
+            tuple(self._changes),
+            self._facts,
+            self._saved,
+            self._clock.now(),
+            self._error,
+            self._trace,
+            tuple(notes),
+            tuple(self._doubts),
+            self._cause,
+        )
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

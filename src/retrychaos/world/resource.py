@@ -1,0 +1,142 @@
+"""The protocol that every resource obeys, and what the world offers to resources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+from retrychaos.model.ledger import Version
+
+Blob: TypeAlias = Any
+"""What a resource needs to restore a version: plain data that survives pickling."""
+
+
+class Resource(Protocol):
+    """Something outside the process that a job touches.
+
+    ``name`` identifies it over the processes of one check (parent and forks), ``label`` is for people.
+    ``version`` is the committed state as last read.
+    """
+
+    name: str
+    label: str
+    version: Version
+
+    def refresh(self) -> Version:
+        """Read what may have been committed since; return the same object if nothing was.
+
+        Work of open transactions is never part of a version.
+        """
+        ...
+
+    def sweep(self) -> Version:
+        """As refresh, but read everything: the last look of a delivery, when nothing may be missed."""
+        ...
+
+    def save(self) -> Blob:
+        """What restores the current version. Called only while it is current; may be cached by version."""
+        ...
+
+    def restore(self, version: Version, blob: Blob) -> None:
+        """Make `version` the committed state again. Raises WorldError if that cannot be done."""
+        ...
+
+    def end_delivery(self) -> Sequence[str]:
+        """The process is gone: nothing it kept (transactions, cursors, connections) survives.
+
+        Returns what a user should know, e.g. that work was left uncommitted.
+        """
+        ...
+
+    def shift(self, seconds: float) -> None:
+        """The virtual clock has moved by `seconds`; stores with a clock of their own follow."""
+        ...
+
+    def shift_ids(self, by: int) -> None:
+        """Let the store draw other row ids than usual from now on, where it has a counter for them."""
+        ...
+
+    def distrust(self) -> None:
+        """Another process has written: the next restore must not rely on what was read before."""
+        ...
+
+    def close(self) -> None:
+        """Give up everything held open and undo what was set on the user's objects. Never raises."""
+        ...
+
+
+class Source(Protocol):
+    """Finds resources of one kind when a job touches them: patches clients while installed."""
+
+    def install(self) -> None: ...
+
+    def end_delivery(self) -> None:
+        """The process is gone: forget what belonged to it. Called before the resources' end_delivery."""
+        ...
+
+    def uninstall(self) -> None:
+        """Undo every patch, whatever state the source is in."""
+        ...
+
+
+class Stage(Protocol):
+    """What the world offers to sources and resources. One delivery at most is running on it."""
+
+    running: bool
+    """A delivery is running: operations are steps. Otherwise they are none of our business."""
+    traced: bool
+    """A timeline is wanted: steps are told with their values."""
+    quiet: bool
+    """The harness itself is at work on a store: hooks must look away."""
+
+    def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
+        """A step is about to run: here is a boundary. May raise a BaseException that ends the delivery."""
+        ...
+
+    def touched(self, resource: Resource) -> None:
+        """The resource may have committed something: its refresh() is called at the next boundary."""
+        ...
+
+    def find(self, name: str) -> Resource | None:
+        """The adopted resource with that name."""
+        ...
+
+    def adopt(self, resource: Resource) -> None:
+        """Take a resource that a job is about to touch for the first time. Call it before its first step.
+
+        Its present version is part of the state before the check; or, in a forked delivery, the version that the
+        parent asked for is restored first.
+        """
+        ...
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        """End the delivery because the world cannot be judged; `problem` is raised to the user, past the job."""
+        ...
+
+    def doubt(self, reason: str) -> None:
+        """Something happened that the ledger does not see: the verdict becomes inconclusive with this reason."""
+        ...
+
+    def sleep(self, seconds: float | None) -> None:
+        """A command waits that long on the virtual clock (None: for ever); nobody else could end the wait earlier."""
+        ...
+
+    def claim_path(self, path: str) -> None:
+        """That file, with the companions that a database gives it, is a resource's own."""
+        ...
+
+    def claim_address(self, address: object) -> None:
+        """What is sent to that address is a resource's own: ``(host, port)`` or the path of a socket."""
+        ...
+
+    def claim_connection(self, connection: object) -> None:
+        """What is done on that ``sqlite3`` connection is a resource's own, or dies with the process."""
+        ...
+
+    def now(self) -> float:
+        """The virtual time, seconds since the epoch."""
+        ...
+
+    def options(self, name: str) -> Any:
+        """The value of an option of the check."""
+        ...

@@ -1,0 +1,373 @@
+"""Finds the databases that a job reaches through SQLAlchemy, and reports each statement and commit as a step.
+
+Listeners on the classes reach engines and connections that existed before the check. A trace callback on each SQLite
+connection sees what goes past SQLAlchemy (raw cursors, executescript).
+"""
+
+from __future__ import annotations
+
+import functools
+import sqlite3
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.orm import Session
+from sqlalchemy.orm import session as session_module
+from sqlalchemy.pool import Pool
+
+from retrychaos.model.errors import WorldError
+from retrychaos.model.values import short
+from retrychaos.world.resource import Stage
+from retrychaos.world.sqlite import Handle, SqliteDatabase, follow_clock, identify
+
+_RECIPE = (
+    "the connection was already inside a transaction when the check began (the 'rollback after each test' recipe: "
+    "Session(bind=connection) inside connection.begin()). There a commit of the job commits nothing, so a crash "
+    "cannot be told from success and every verdict would be wrong. Remedy: let the job use an engine on a database "
+    "of its own (chaos.sql, or a SQLite file in tmp_path), commit what the fixtures insert, and drop the outer "
+    "transaction: the check itself puts the database back."
+)
+_PENDING = (
+    "a session or connection had uncommitted changes when the check began, on the same connection that the job uses. "
+    "No other process would see them. Remedy: commit in the fixture before the check."
+)
+
+
+class SqlSource:
+    """Hooks into SQLAlchemy while installed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._handles: dict[int, tuple[SqliteDatabase, Handle]] = {}
+        self._begun: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._opened: list[Any] = []
+        """Connections opened by the running delivery."""
+        self._ignored: dict[int, Any] = {}
+        self._used: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._sessions: set[int] = set()
+        self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Engine, "before_cursor_execute", self._before_execute),
+            (Engine, "after_cursor_execute", self._after_execute),
+            (Engine, "handle_error", self._on_error),
+            (Engine, "begin", self._on_begin),
+            (Engine, "commit", self._on_commit),
+            (Pool, "connect", self._on_connect),
+            (Pool, "checkout", self._on_checkout),
+            (DefaultDialect, "do_executemany", self._executemany),
+        ]
+        self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def install(self) -> None:
+        self._sessions = {session.hash_key for session in _live_sessions()}
+        _close_idle_transactions()
+        for target, name, listener in self._listeners:
+            event.listen(target, name, listener)
+            self._installed.append((target, name, listener))
+
+    def uninstall(self) -> None:
+        while self._installed:
+            event.remove(*self._installed.pop())
+
+    def end_delivery(self) -> None:
+        """Sessions and connections are memory of the process: none survives into the next delivery."""
+        for session in _live_sessions():
+            if session.hash_key not in self._sessions:
+                session.close()
+            elif session.in_transaction():
+                session.rollback()
+                session.expire_all()
+            else:
+                session.expire_all()
+        for connection in list(self._used):
+            if not connection.closed and connection.in_transaction():
+                connection.rollback()
+        self._used.clear()
+        self._handles.clear()
+        self._ignored.clear()
+        self._opened.clear()
+
+    # -- listeners --------------------------------------------------------------------------------------------------
+
+    def _on_connect(self, connection: Any, record: Any) -> None:
+        if self._stage.running:
+            self._opened.append(connection)
+
+    def _on_checkout(self, connection: Any, record: Any, fairy: Any) -> None:
+        if self._stage.running and isinstance(connection, sqlite3.Connection):
+            self._track(connection, record, fairy._pool, None)
+
+    def _on_begin(self, connection: Connection) -> None:
+        if self._stage.running:
+            self._begun.add(connection)
+
+    def _before_execute(
+        self, connection: Connection, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool
+    ) -> None:
+        if not self._stage.running:
+            return
+        found = self._handle_of(connection)
+        if found is None:
+            return
+        database, handle = found
+        first = parameters[0] if executemany and parameters else parameters
+        self._step(database, handle, statement, first, parameters)
+        handle.rows = 1 if executemany and not handle.in_transaction else 0
+        handle.announced = not handle.rows  # else the trace callback reports the rows from the second on
+
+    def _after_execute(self, connection: Connection, *rest: Any) -> None:
+        if self._stage.running:
+            self._settle(connection)
+
+    def _on_error(self, context: Any) -> None:
+        if self._stage.running and context.connection is not None:
+            self._settle(context.connection)
+
+    def _settle(self, connection: Connection) -> None:
+        found = self._handles.get(id(connection.connection.dbapi_connection))
+        if found is not None:
+            found[1].announced = False
+            found[1].rows = 0
+
+    def _on_commit(self, connection: Connection) -> None:
+        if not self._stage.running:
+            return
+        found = self._handle_of(connection)
+        if found is None:
+            return
+        database, handle = found
+        # The event comes before the commit: here is the boundary, and what is committed is read at the next one.
+        self._stage.step("commit", database, "COMMIT", "COMMIT")
+        self._stage.touched(database)
+        handle.committing = True
+
+    def _executemany(self, cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+        """Row by row where rows are committed one by one and triggers make rows hard to tell apart."""
+        if not self._stage.running or not isinstance(getattr(cursor, "connection", None), sqlite3.Connection):
+            return False
+        found = self._handles.get(id(cursor.connection))
+        if found is None or not found[1].rows or not parameters:
+            return False
+        database, handle = found
+        if not database.effect_of(statement, parameters[0]).fires:
+            return False
+        handle.announced = True
+        for number, row in enumerate(parameters):
+            if number:
+                self._step(database, handle, statement, row, row)
+                handle.announced = True
+            cursor.execute(statement, row)
+        return True
+
+    # -- connections ------------------------------------------------------------------------------------------------
+
+    def _handle_of(self, connection: Connection) -> tuple[SqliteDatabase, Handle] | None:
+        raw = connection.connection.dbapi_connection
+        found = self._handles.get(id(raw))
+        if found is None:
+            if id(raw) in self._ignored:
+                return None
+            if not isinstance(raw, sqlite3.Connection):
+                self._refuse_dialect(connection)
+            record = connection.connection._connection_record  # type: ignore[attr-defined]  # a fairy has one
+            self._track(raw, record, connection.engine.pool, connection.engine)
+            found = self._handles.get(id(raw))
+            if found is None:
+                return None
+        if connection.in_transaction() and connection not in self._begun:
+            self._stage.refuse(WorldError(f"{found[0].label}: {_why_open(connection)}"))
+        self._used.add(connection)
+        return found
+
+    def _track(self, raw: sqlite3.Connection, record: Any, pool: Pool, engine: Engine | None) -> None:
+        """Follow a connection from its first use in this delivery on."""
+        if id(raw) in self._handles or id(raw) in self._ignored:
+            return
+        quiet, self._stage.quiet = self._stage.quiet, True
+        self._stage.claim_connection(raw)
+        try:
+            path = identify(raw)
+            if path is None and any(raw is opened for opened in self._opened):
+                # A database in the memory of the process that the job started itself: it dies with the process.
+                self._ignored[id(raw)] = raw
+                return
+            if path is not None:
+                self._stage.claim_path(path)
+            name = f"sqlite:{path}" if path is not None else f"sqlite:memory:{id(raw):x}"
+            known = self._stage.find(name)
+            if known is None:
+                known = self._discover(raw, name, path, pool)
+                self._stage.adopt(known)
+            assert isinstance(known, SqliteDatabase)
+            follow_clock(raw)
+        except WorldError as problem:
+            self._stage.refuse(problem)
+        finally:
+            self._stage.quiet = quiet
+        handle = Handle(raw, record)
+        known.handles[id(raw)] = handle
+        self._handles[id(raw)] = (known, handle)
+        raw.set_trace_callback(self._tracer(known, handle))
+
+    def _discover(self, raw: sqlite3.Connection, name: str, path: str | None, pool: Pool) -> SqliteDatabase:
+        if path is None:
+            _refuse_shared(raw, pool)
+            return SqliteDatabase(self._stage, name, "sqlite in memory", raw, None)
+        # A connection like the job's own, with the user's functions and collations, but not from the job's pool.
+        monitor_pool = pool.recreate()
+        fairy = monitor_pool.connect()
+        monitor = fairy.dbapi_connection
+        fairy.detach()
+        assert isinstance(monitor, sqlite3.Connection)
+        monitor.row_factory = None
+        monitor.isolation_level = None
+        monitor_pool.dispose()
+        return SqliteDatabase(self._stage, name, f"sqlite {path}", monitor, path)
+
+    def _refuse_dialect(self, connection: Connection) -> None:
+        self._stage.refuse(
+            WorldError(
+                f"{connection.engine.url.render_as_string()}: databases of the kind '{connection.dialect.name}' are "
+                "not covered yet, and the check never touches a database that it cannot put back. Use an engine on "
+                "SQLite (a file, or in memory with StaticPool), for instance chaos.sql."
+            )
+        )
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _step(self, database: SqliteDatabase, handle: Handle, statement: str, row: Any, parameters: Any) -> None:
+        text, template = _texts(statement)
+        self._watch_out(database, text)
+        effect = database.effect_of(statement, row)
+        detail = f"{text} {short(parameters)}" if parameters and self._stage.traced else text
+        self._stage.step("sql", database, template, detail)
+        database.wrote(handle, effect)
+
+    def _watch_out(self, database: SqliteDatabase, text: str) -> None:
+        start = text[:6].upper()
+        if start == "ATTACH":
+            self._stage.refuse(
+                WorldError(
+                    f"the job attaches a database ({text}). SQLite does not tell which of several databases a "
+                    "transaction changed, so a check there could be wrong. Give the job one engine for each database."
+                )
+            )
+        if start == "VACUUM" and " INTO " in text.upper():
+            self._stage.doubt(f"effect outside the ledger: {text} on {database.label} writes a file of its own")
+
+    def _tracer(self, database: SqliteDatabase, handle: Handle) -> Callable[[str], None]:
+        """The trace callback of a connection: every statement as it starts, with its values filled in."""
+
+        def trace(statement: str) -> None:
+            if handle.announced or not self._stage.running:
+                return
+            word = statement.lstrip()[:8].upper()
+            if handle.rows and word.startswith("BEGIN"):
+                handle.rows, handle.announced = 0, True  # the driver opens a transaction: rows do not commit
+            elif handle.rows:
+                handle.rows += 1
+                if handle.rows > 2:
+                    self._raw(database, handle, statement)
+            elif word.startswith(("COMMIT", "END")):
+                if not handle.committing:
+                    self._stage.step("commit", database, "COMMIT", "COMMIT")
+                    self._stage.touched(database)
+                handle.committing = False
+            elif not word.startswith(("BEGIN", "ROLLBACK", "--")):
+                self._raw(database, handle, statement)
+
+        return trace
+
+    def _raw(self, database: SqliteDatabase, handle: Handle, statement: str) -> None:
+        text, template = _texts(statement)
+        self._watch_out(database, text)
+        effect = database.effect_of(statement, ())
+        if effect.fires and not handle.in_transaction:
+            self._stage.doubt(
+                f"{text} on {database.label} fires triggers outside a transaction, and was not run through "
+                "SQLAlchemy: its boundaries cannot be told apart. Run it through SQLAlchemy or in a transaction."
+            )
+        self._stage.step("sql", database, template, text)
+        database.wrote(handle, effect)
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(statement: str) -> tuple[str, str]:
+    """A statement on one line, and the same without the values written in it: what two runs have in common."""
+    text = " ".join(statement.split()).rstrip(";")
+    return text, _template(text)
+
+
+def _template(text: str) -> str:
+    out: list[str] = []
+    quoted = False
+    for piece in text.split("'"):
+        out.append("?" if quoted else "".join(_digits(piece)))
+        quoted = not quoted
+    return "".join(out)
+
+
+def _digits(piece: str) -> Iterator[str]:
+    number = False
+    for char in piece:
+        if char.isdigit():
+            if not number:
+                yield "?"
+            number = True
+        else:
+            number = False
+            yield char
+
+
+def _live_sessions() -> list[Session]:
+    return list(session_module._sessions.values())  # the registry behind Session.close_all()
+
+
+def _connections(session: Session) -> list[Connection]:
+    transaction = session.get_transaction()
+    if transaction is None:
+        return []
+    return [entry[0] for entry in set(transaction._connections.values())]
+
+
+def _close_idle_transactions() -> None:
+    """Reading an attribute after a commit begins a transaction that holds nothing: end it before the check."""
+    for session in _live_sessions():
+        if not session.in_transaction() or session.new or session.dirty or session.deleted:
+            continue
+        if session.in_nested_transaction() or isinstance(session.bind, Connection):
+            continue
+        raws = [connection.connection.dbapi_connection for connection in _connections(session)]
+        if not any(getattr(raw, "in_transaction", True) for raw in raws):
+            session.rollback()
+
+
+def _why_open(connection: Connection) -> str:
+    for session in _live_sessions():
+        if connection in _connections(session) and not isinstance(session.bind, Connection):
+            return _PENDING
+    return _RECIPE
+
+
+def _refuse_shared(raw: sqlite3.Connection, pool: Pool) -> None:
+    """A shared-cache database in memory shows uncommitted rows of others, and a second connection sees its tables."""
+    tables = "SELECT count(*) FROM sqlite_master"
+    if not raw.execute(tables).fetchone()[0]:
+        return
+    second = pool.recreate()
+    fairy = second.connect()
+    try:
+        connection = fairy.dbapi_connection
+        shared = connection is not raw and connection is not None and connection.execute(tables).fetchone()[0]
+    finally:
+        fairy.close()
+        second.dispose()
+    if shared:
+        raise WorldError(
+            "the job's database is a shared-cache database in memory (cache=shared). It shows uncommitted rows of one "
+            "connection to the others, so what a crash leaves cannot be seen. Use a SQLite file in tmp_path, or "
+            "sqlite:// with StaticPool."
+        )

@@ -1,0 +1,546 @@
+"""A SQLite database as a resource: committed rows as facts, whole-database snapshots, restore through backup().
+
+The database itself is asked what a statement writes (EXPLAIN), never its text. A file is read through a monitor
+connection, which sees committed work only; a database in memory through its one connection, while no transaction is
+open on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrychaos.model.errors import WorldError
+from retrychaos.model.ledger import Cell, Relation, Row, Version
+from retrychaos.world.resource import Blob, Stage
+
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_DDL = frozenset({"ParseSchema", "SetCookie", "Destroy", "DropTable", "CreateBtree", "VUpdate", "VCreate", "VDestroy"})
+_READS = frozenset({"SELECT", "VALUES", "EXPLAIN"})
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a statement may write, as its bytecode says.
+
+    tables: names, or None for "anything". generates: tables in which it draws row ids itself. fires: it runs
+    subprograms (triggers, foreign key actions). ends: it may end a transaction.
+    """
+
+    tables: frozenset[str] | None = frozenset()
+    generates: frozenset[str] = frozenset()
+    fires: bool = False
+    ends: bool = False
+
+
+_NOTHING = Effect()
+_ANYTHING = Effect(tables=None)
+
+
+@dataclass(eq=False)
+class Handle:
+    """One connection of the job to the database, tracked while a delivery runs."""
+
+    connection: sqlite3.Connection
+    record: Any
+    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a raw one."""
+    announced: bool = False
+    """A statement is running that SQLAlchemy has told us of: the trace callback looks away."""
+    rows: int = 0
+    """It is an executemany that commits row by row: how many rows have started, plus one. 0: it is not."""
+    committing: bool = False
+    effects: list[Effect] = field(default_factory=list)
+    """What was written here since the last look at the committed state."""
+
+    @property
+    def in_transaction(self) -> bool:
+        try:
+            return self.connection.in_transaction
+        except sqlite3.ProgrammingError:  # closed: whatever it had open is gone
+            return False
+
+
+@dataclass(frozen=True)
+class _Table:
+    """How a table is read: its SELECT, the column of its row id, the columns that refer to other tables."""
+
+    select: str
+    columns: tuple[str, ...]
+    rowid: int | None
+    autoincrement: bool
+    refs: dict[int, str]
+    keys: tuple[int, ...]
+
+
+class SqliteDatabase:
+    """A SQLite database, in a file or in the memory of one connection."""
+
+    def __init__(self, stage: Stage, name: str, label: str, reader: sqlite3.Connection, path: str | None) -> None:
+        self.stage = stage
+        self.name = name
+        self.label = label
+        self.path = path
+        self.handles: dict[int, Handle] = {}
+        self._reader = reader
+        self._effects: dict[str, Effect] = {}
+        self._tables: dict[str, _Table] = {}
+        self._roots: dict[int, str] = {}
+        self._saved: tuple[Version, Blob] | None = None
+        self._known: dict[str, dict[Row, Row]] = {}
+        self._seen = -1
+        self._altered = False
+        if path is not None:
+            reader.execute("PRAGMA busy_timeout = 0")
+            reader.execute("PRAGMA synchronous = OFF")
+            if _pragma(reader, "journal_mode") != "wal":
+                reader.execute("PRAGMA journal_mode = MEMORY")
+        reader.text_factory = str
+        self.version = Version({})
+        self._read_schema()
+        self.version = self._read(None)
+        self._mark()
+
+    # -- what hooks tell --------------------------------------------------------------------------------------------
+
+    def effect_of(self, statement: str, parameters: Any) -> Effect:
+        """What `statement` may write. Cached by text until the schema changes."""
+        effect = self._effects.get(statement)
+        if effect is None:
+            effect = self._explain(statement, parameters)
+            self._effects[statement] = effect
+        return effect
+
+    def wrote(self, handle: Handle, effect: Effect) -> None:
+        """A statement with that effect is about to run."""
+        if effect.tables is None or effect.tables:
+            handle.effects.append(effect)
+            self.stage.touched(self)
+        elif effect.ends:
+            self.stage.touched(self)
+
+    # -- Resource ---------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Version:
+        done: list[Effect] = []
+        for handle in self.handles.values():
+            if handle.effects and not handle.in_transaction:
+                done += handle.effects
+                handle.effects = []
+        if done:
+            self._update(done)
+        return self.version
+
+    def sweep(self) -> Version:
+        self.refresh()
+        seen = self._seen
+        self._mark()
+        if self._seen != seen:
+            before = self.version
+            self._read_schema()
+            self.version = self._read(None)
+            if self.version is not before:
+                self.stage.doubt(
+                    f"{self.label} was changed by a connection that the check did not see, so crashes around that "
+                    "change were not tried. Let the job open its connections through a SQLAlchemy engine."
+                )
+        return self.version
+
+    def save(self) -> Blob:
+        if self._saved is None or self._saved[0] is not self.version:
+            with _Quiet(self.stage):
+                pages = _pages(self._reader, self._saved[1] if self._saved else ())
+            self._saved = (self.version, pages)
+        return self._saved[1]
+
+    def restore(self, version: Version, blob: Blob) -> None:
+        seen = self._seen
+        self._mark()
+        if self.version is version and self._seen == seen and not self._altered:
+            return
+        with _Quiet(self.stage):
+            self._write(blob)
+        ddl = _schema_rows(version) != _schema_rows(self.version)
+        self.version = version
+        self._saved = (version, blob)
+        self._altered = False
+        if ddl:
+            self._read_schema()
+        self._mark()
+
+    def end_delivery(self) -> Sequence[str]:
+        lost = False
+        for handle in self.handles.values():
+            lost = lost or (bool(handle.effects) and handle.in_transaction)
+            self._drop(handle)
+        self.handles.clear()
+        if not lost:
+            return ()
+        return (
+            f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
+            "before returning",
+        )
+
+    def shift(self, seconds: float) -> None:
+        """SQLite has no clock of its own: its functions are overridden."""
+
+    def distrust(self) -> None:
+        self._altered = True
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            _untrace(handle.connection)
+        self.handles.clear()
+        if self.path is not None:
+            try:
+                self._reader.close()
+            except sqlite3.Error:  # pragma: no cover - nothing more can be done for it
+                pass
+
+    def shift_ids(self, by: int) -> None:
+        """Let AUTOINCREMENT tables draw other ids, disjoint per table, as a busy database would have."""
+        names = [name for name, table in self._tables.items() if table.autoincrement]
+        if not names:
+            return
+        self._altered = True
+        with _Quiet(self.stage):
+            for number, name in enumerate(sorted(names), start=1):
+                row = self._reader.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (name,)).fetchone()
+                if row is None:
+                    self._reader.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, by * number))
+                else:
+                    shifted = (row[0] + by * number, name)
+                    self._reader.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", shifted)
+            self._reader.commit()
+        self._mark()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _update(self, done: Iterable[Effect]) -> None:
+        tables: set[str] | None = set()
+        generating: dict[str, bool] = {}
+        for effect in done:
+            if effect.tables is None:
+                tables = None
+            elif tables is not None:
+                tables |= effect.tables
+            for name in effect.tables or ():
+                generating[name] = generating.get(name, True) and name in effect.generates
+        if tables is None:
+            self._read_schema()
+        self.version = self._read(tables, generating)
+        self._mark()
+
+    def _read(self, names: set[str] | None, generating: dict[str, bool] | None = None) -> Version:
+        """The committed state; only the tables in `names` are read again (None: all of them)."""
+        old = self.version.relations
+        new = dict(old)
+        if names is None:
+            new = {name: relation for name, relation in old.items() if name in self._tables or name == "schema"}
+            schema = tuple(self._execute("SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
+            if "schema" not in old or old["schema"].rows != schema:
+                new["schema"] = Relation("schema", ("type", "name", "sql"), schema)
+        for name in self._tables if names is None else names:
+            table = self._tables.get(name)
+            if table is None:
+                continue
+            rows = self._shared(name, self._execute(table.select))
+            before = old.get(name)
+            if before is None or before.rows != rows or before.columns != table.columns:
+                fresh = generating is not None and generating.get(name, False)
+                new[name] = _relation(name, table, rows, before, fresh)
+        same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
+        return self.version if same else Version(new)
+
+    def _shared(self, name: str, rows: list[Row]) -> tuple[Row, ...]:
+        """Rows that were read before are the same objects: a thousand versions of a big table must fit in memory."""
+        known = self._known.setdefault(name, {})
+        if len(known) > 4 * len(rows) + 1_000:
+            known.clear()
+        return tuple([known.setdefault(row, row) for row in rows])
+
+    def _execute(self, sql: str) -> list[Row]:
+        with _Quiet(self.stage):
+            cursor = self._reader.cursor()
+            cursor.row_factory = None
+            try:
+                return cursor.execute(sql).fetchall()
+            except sqlite3.OperationalError as error:
+                if "decode" not in str(error):
+                    raise
+                self._reader.text_factory = _any_text
+                return cursor.execute(sql).fetchall()
+            finally:
+                cursor.close()
+
+    def _read_schema(self) -> None:
+        self._effects.clear()
+        self._roots = {}
+        self._tables = {}
+        for name, sql, root in self._execute("SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"):
+            assert isinstance(name, str) and isinstance(root, int)
+            self._roots[root] = name
+            if not name.startswith("sqlite_"):
+                self._tables[name] = self._table(name, str(sql))
+        for root, owner in self._execute("SELECT rootpage, tbl_name FROM sqlite_master WHERE type = 'index'"):
+            assert isinstance(owner, str) and isinstance(root, int)
+            self._roots[root] = owner
+
+    def _table(self, name: str, sql: str) -> _Table:
+        quoted = _quote(name)
+        info = self._execute(f"PRAGMA table_xinfo({quoted})")
+        columns = tuple(str(row[1]) for row in info if row[6] != 1)  # 1: hidden columns of virtual tables
+        keys = [str(row[1]) for row in info if row[5]]
+        kinds = {str(row[1]): str(row[2]).upper() for row in info}
+        rowid = None
+        if len(keys) == 1 and kinds[keys[0]] == "INTEGER" and "WITHOUT ROWID" not in sql.upper():
+            rowid = columns.index(keys[0])
+        refs = {
+            columns.index(str(row[3])): str(row[2])
+            for row in self._execute(f"PRAGMA foreign_key_list({quoted})")
+            if row[3] in columns
+        }
+        indexes = tuple(columns.index(key) for key in keys)
+        # A unary plus keeps the value and drops the declared type, so that no converter of the user's runs.
+        select = ", ".join(f"+{_quote(column)}" for column in columns)
+        return _Table(f"SELECT {select} FROM {quoted}", columns, rowid, "AUTOINCREMENT" in sql.upper(), refs, indexes)
+
+    def _explain(self, statement: str, parameters: Any) -> Effect:
+        word = statement.lstrip(" \t\r\n(").split(None, 1)[0].upper() if statement.strip() else "SELECT"
+        if word in _READS:
+            return _NOTHING
+        with _Quiet(self.stage):
+            try:
+                program = self._reader.execute(f"EXPLAIN {statement}", parameters or ()).fetchall()
+            except sqlite3.Error:
+                # Not visible from here (a table of an open transaction, a temporary table): expect anything.
+                return Effect(tables=None, ends=True)
+        tables: set[str] = set()
+        generates: set[str] = set()
+        explicit: set[tuple[str, int]] = set()
+        drawn: set[tuple[str, int]] = set()
+        cursors: dict[int, str] = {}
+        codes = {str(row[1]) for row in program}
+        if codes & _DDL:
+            return Effect(tables=None, ends=True)
+        for row in program:
+            code, p1, p2, p3 = str(row[1]), row[2], row[3], row[4]
+            if code in ("OpenWrite", "Clear"):
+                root, database = (p2, p3) if code == "OpenWrite" else (p1, p2)
+                if database == 1:
+                    continue  # temporary tables die with the process
+                owner = self._roots.get(root)
+                if owner is None:
+                    return _ANYTHING
+                tables.add(owner)
+                cursors[p1] = owner
+            elif code == "NewRowid" and p1 in cursors:
+                drawn.add((cursors[p1], p2))
+            elif code == "MustBeInt":
+                explicit |= {(owner, p1) for owner in cursors.values()}
+        generates = {owner for owner, register in drawn if (owner, register) not in explicit}
+        return Effect(
+            frozenset(tables), frozenset(generates), "Program" in codes, bool(codes & {"AutoCommit", "Savepoint"})
+        )
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _write(self, blob: Blob) -> None:
+        source = sqlite3.connect(":memory:")
+        try:
+            if blob:
+                source.deserialize(b"".join(blob))
+            try:
+                source.backup(self._reader, progress=_refuse_busy)
+            except sqlite3.OperationalError:
+                self._close_cursors()
+                source.backup(self._reader, progress=_refuse_busy)
+        except (sqlite3.Error, _Busy) as error:
+            raise WorldError(
+                f"{self.label} cannot be restored ({error}). Every delivery has to start from an exact state, so the "
+                "check stops here. Close other connections with open transactions or half-read results, and see that "
+                "the file can be written."
+            ) from error
+        finally:
+            source.close()
+
+    def _close_cursors(self) -> None:
+        """Half-read results block the restore; those that nobody told us of are found by the collector."""
+        gc.collect()
+        for thing in gc.get_objects():
+            if isinstance(thing, sqlite3.Cursor) and thing.connection is self._reader:
+                thing.close()
+
+    def _drop(self, handle: Handle) -> None:
+        handle.effects = []
+        handle.announced = handle.committing = False
+        handle.rows = 0
+        _untrace(handle.connection)
+        try:
+            handle.connection.rollback()
+            if self.path is None:
+                for kind, name in handle.connection.execute("SELECT type, name FROM sqlite_temp_master").fetchall():
+                    if kind in ("table", "view"):
+                        handle.connection.execute(f"DROP {kind} IF EXISTS temp.{_quote(name)}")
+        except sqlite3.Error:
+            pass  # closed already, or closed below
+        if self.path is not None:
+            if handle.record is not None:
+                handle.record.invalidate()
+            try:
+                handle.connection.close()
+            except sqlite3.Error:
+                pass
+
+    def _mark(self) -> None:
+        """Remember the state of the change counter, to notice commits of connections that were not seen."""
+        if self.path is None:
+            self._seen = self._reader.total_changes
+        else:
+            with _Quiet(self.stage):
+                self._seen = self._reader.execute("PRAGMA data_version").fetchone()[0]
+
+
+class _Busy(Exception):
+    """backup() would wait for ever on a lock; this ends it."""
+
+
+class _Quiet:
+    """The harness is at work on a store: hooks look away."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        self._before = self._stage.quiet
+        self._stage.quiet = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._stage.quiet = self._before
+
+
+def _refuse_busy(status: int, remaining: int, total: int) -> None:
+    if status in _BUSY:
+        raise _Busy("database is locked")
+
+
+def _relation(name: str, table: _Table, rows: tuple[Row, ...], before: Relation | None, fresh: bool) -> Relation:
+    generated: dict[int, frozenset[Cell]] = {}
+    if table.rowid is not None:
+        ids = frozenset(row[table.rowid] for row in rows)
+        known = before.generated.get(table.rowid, frozenset()) if before else frozenset()
+        old = frozenset(row[table.rowid] for row in before.rows) if before else frozenset()
+        drawn = (known & ids) | ((ids - old) if fresh else frozenset())
+        if drawn:
+            generated[table.rowid] = drawn
+    return Relation(name, table.columns, rows, generated, table.refs, table.keys)
+
+
+def _pages(connection: sqlite3.Connection, before: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The database as a tuple of pages; pages that are as `before` are shared with it."""
+    try:
+        data = connection.serialize()
+    except sqlite3.OperationalError:  # an empty database has no pages
+        return ()
+    if not data:
+        return ()
+    if data[18:20] != b"\1\1":  # a database in memory cannot be in WAL mode
+        data = data[:18] + b"\1\1" + data[20:]
+    size = int.from_bytes(data[16:18], "big")
+    size = 65536 if size == 1 else size
+    pages = [data[start : start + size] for start in range(0, len(data), size)]
+    shared = min(len(pages), len(before))
+    return tuple(before[i] if i < shared and before[i] == page else page for i, page in enumerate(pages))
+
+
+def _schema_rows(version: Version) -> tuple[Row, ...]:
+    relation = version.relations.get("schema")
+    return relation.rows if relation else ()
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> Any:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _any_text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _untrace(connection: sqlite3.Connection) -> None:
+    try:
+        connection.set_trace_callback(None)
+    except sqlite3.Error:
+        pass
+
+
+def identify(connection: sqlite3.Connection) -> str | None:
+    """The real path of the file behind a connection, or None for a database in memory.
+
+    Raises WorldError if other databases are attached: their changes would not be seen.
+    """
+    path = None
+    for _, schema, file in connection.execute("PRAGMA database_list").fetchall():
+        if schema == "main":
+            path = os.path.realpath(file) if file else None
+        elif schema != "temp":
+            raise WorldError(
+                f"database {file or schema!r} is attached to the job's connection as {schema!r}. SQLite does not tell "
+                "which of several databases a transaction changed, so a check there could be wrong. Give the job one "
+                "engine for each database instead of ATTACH."
+            )
+    return path
+
+
+# -- the clock ------------------------------------------------------------------------------------------------------
+
+_FORMS = {"current_timestamp": "%Y-%m-%d %H:%M:%S", "current_date": "%Y-%m-%d", "current_time": "%H:%M:%S"}
+_builtins: sqlite3.Connection | None = None
+
+
+def follow_clock(connection: sqlite3.Connection) -> None:
+    """Let SQLite's time functions read Python's clock, which a check can move.
+
+    The built-in functions cannot be brought back, so these stay on a connection that outlives the check; they then
+    give the real time.
+    """
+    try:
+        for name, form in _FORMS.items():
+            connection.create_function(name, 0, _current(form), deterministic=True)
+        for name in ("date", "time", "datetime", "julianday", "strftime", "unixepoch"):
+            connection.create_function(name, -1, _moment(name), deterministic=True)
+    except sqlite3.OperationalError:
+        pass  # a half-read result is open on a connection that an earlier check has already prepared
+
+
+def _current(form: str) -> Callable[[], str]:
+    return lambda: time.strftime(form, time.gmtime(time.time()))
+
+
+def _moment(name: str) -> Callable[..., Any]:
+    at = 1 if name == "strftime" else 0
+
+    def moment(*args: Any) -> Any:
+        now = f"{2440587.5 + time.time() / 86400.0:.9f}"  # a Julian day, as SQLite's own 'now' is
+        if len(args) <= at:
+            args = (*args, now)
+        elif isinstance(args[at], str) and args[at].lower() == "now":
+            args = (*args[:at], now, *args[at + 1 :])
+        marks = ", ".join("?" * len(args))
+        return _builtin().execute(f"SELECT {name}({marks})", args).fetchone()[0]
+
+    return moment
+
+
+def _builtin() -> sqlite3.Connection:
+    global _builtins
+    if _builtins is None:
+        _builtins = sqlite3.connect(":memory:", check_same_thread=False)
+    return _builtins

@@ -1,0 +1,202 @@
+"""All the resources of a check: found, snapshotted, restored and asked for their facts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from retrychaos.model.ledger import Facts, Version
+from retrychaos.model.step import Step
+from retrychaos.world.resource import Blob, Resource, Source
+
+
+ID_SHIFT = 7_919
+"""By how much row ids are moved in a shifted delivery; a prime, to meet few other numbers."""
+
+
+_FOR_EVER = 3_650 * 86_400.0
+
+
+class Recorder(Protocol):
+    """The running delivery, as the world sees it."""
+
+    def boundary(self, step: Step) -> None: ...
+    def refuse(self, problem: Exception) -> NoReturn: ...
+    def doubt(self, reason: str) -> None: ...
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Claims(Protocol):
+    """Watches for effects that no resource owns; resources claim theirs."""
+
+    def claim_path(self, path: str) -> None: ...
+    def claim_address(self, address: Any) -> None: ...
+    def claim_connection(self, connection: object) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A state of the world that can be gone back to. Plain data, survives pickling."""
+
+    facts: Facts
+    blobs: Mapping[str, Blob]
+
+
+class World:
+    """The resources found so far, and the state in which each was found.
+
+    Implements :class:`~retrychaos.world.resource.Stage` for sources and resources.
+    """
+
+    def __init__(self, *, now: Callable[[], float], options: Mapping[str, Any]) -> None:
+        self.resources: dict[str, Resource] = {}
+        self.sources: list[Source] = []
+        self.recorder: Recorder | None = None
+        self.escapes: Claims | None = None
+        self.quiet = False
+        self.now = now
+        self._options = options
+        self.found_facts: dict[str, Version] = {}
+        """The state in which each resource was found: before the check touched it. Grows as resources are found."""
+        self._found_blobs: dict[str, Blob] = {}
+        self._wanted: dict[str, tuple[Version, Blob]] = {}
+        self._touched: dict[str, Resource] = {}
+        self.traced = False
+        self.shifted = False
+        """Stores draw other row ids than usual, to find the places where ids are kept."""
+
+    # -- for sources and resources (Stage) --------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        return self.recorder is not None and not self.quiet
+
+    def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
+        assert self.recorder is not None
+        self.recorder.boundary(Step(kind, resource.name, text, detail))
+
+    def touched(self, resource: Resource) -> None:
+        self._touched[resource.name] = resource
+
+    def find(self, name: str) -> Resource | None:
+        return self.resources.get(name)
+
+    def adopt(self, resource: Resource) -> None:
+        self.resources[resource.name] = resource
+        wanted = self._wanted.pop(resource.name, None)
+        if wanted is None:
+            wanted = (resource.version, resource.save())
+        else:
+            resource.restore(*wanted)
+        self.found_facts[resource.name], self._found_blobs[resource.name] = wanted
+        self._shift_ids(resource)
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        if self.recorder is None:
+            raise problem
+        self.recorder.refuse(problem)
+
+    def doubt(self, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder.doubt(reason)
+
+    def sleep(self, seconds: float | None) -> None:
+        if self.recorder is not None:
+            self.recorder.sleep(_FOR_EVER if seconds is None else seconds)
+
+    def claim_path(self, path: str) -> None:
+        if self.escapes is not None:
+            self.escapes.claim_path(path)
+
+    def claim_address(self, address: object) -> None:
+        if self.escapes is not None:
+            self.escapes.claim_address(address)
+
+    def claim_connection(self, connection: object) -> None:
+        if self.escapes is not None:
+            self.escapes.claim_connection(connection)
+
+    def options(self, name: str) -> Any:
+        return self._options[name]
+
+    # -- for deliveries and the explorer ----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        for source in self.sources:
+            source.install()
+
+    def uninstall(self) -> None:
+        for source in reversed(self.sources):
+            source.uninstall()
+
+    @property
+    def dirty(self) -> bool:
+        """Something may have been committed since the last look."""
+        return bool(self._touched)
+
+    def facts(self) -> Facts:
+        """The committed state now; only what was touched is read again."""
+        touched, self._touched = self._touched, {}
+        for resource in touched.values():
+            resource.refresh()
+        return {name: resource.version for name, resource in self.resources.items()}
+
+    def sweep(self) -> Facts:
+        """The committed state now, everything read again."""
+        self._touched.clear()
+        for resource in list(self.resources.values()):
+            resource.sweep()
+        return {name: resource.version for name, resource in self.resources.items()}
+
+    def save(self) -> Saved:
+        """The current state, to come back to. Only right while what facts() returned last is still the state."""
+        waiting = self._wanted
+        facts = {name: resource.version for name, resource in self.resources.items()}
+        blobs = {name: resource.save() for name, resource in self.resources.items()}
+        return Saved(
+            {**{name: version for name, (version, _) in waiting.items()}, **facts},
+            {**{name: blob for name, (_, blob) in waiting.items()}, **blobs},
+        )
+
+    def restore(self, saved: Saved | None) -> None:
+        """Go back to `saved` (None: as everything was found).
+
+        A resource that `saved` does not know was untouched then. One that is yet to be found here (a forked delivery
+        finds its world anew) is restored when it is found.
+        """
+        self._touched.clear()
+        facts = {} if saved is None else saved.facts
+        self._wanted = {n: (v, saved.blobs[n]) for n, v in facts.items() if saved and n not in self.resources}
+        for name, resource in self.resources.items():
+            if saved is not None and name in saved.facts:
+                version, blob = saved.facts[name], saved.blobs[name]
+            else:
+                version, blob = self.found_facts[name], self._found_blobs[name]
+            resource.restore(version, blob)
+            self._shift_ids(resource)
+
+    def distrust(self) -> None:
+        """Another process has worked on the stores: what was read of them before counts for nothing."""
+        for resource in self.resources.values():
+            resource.distrust()
+
+    def end_delivery(self) -> list[str]:
+        for source in self.sources:
+            source.end_delivery()
+        return [line for resource in list(self.resources.values()) for line in resource.end_delivery()]
+
+    def shift(self, seconds: float) -> None:
+        now = self.now()
+        for resource in self.resources.values():
+            resource.shift(seconds)
+            if any(end <= now for end in resource.version.expiries):
+                self.touched(resource)
+
+    def _shift_ids(self, resource: Resource) -> None:
+        if self.shifted:
+            resource.shift_ids(ID_SHIFT)
+
+    def close(self) -> None:
+        for resource in self.resources.values():
+            resource.close()
