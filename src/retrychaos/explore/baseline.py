@@ -13,7 +13,7 @@ from retrychaos.model.errors import BaselineError
 from retrychaos.model.ledger import Facts, Relation
 from retrychaos.model.options import Options
 from retrychaos.model.step import Step
-from retrychaos.runtime.delivery import Order, Outcome
+from retrychaos.runtime.delivery import Order, Outcome, keep_all, keep_none
 
 SECOND_RUN_LATER = 97.0
 """Seconds between the clocks of the two clean runs: whole, prime, and few enough that the day stays the same."""
@@ -31,7 +31,7 @@ class Baseline:
 
 def first_run(runner: Runner, at: float, limit: float) -> Outcome:
     """A clean run. Raises BaselineError if it fails, does not end or does nothing; or what made the world refuse."""
-    outcome = runner.run(Order(None, at, 1, "1", traced=True, limit=limit), lambda boundary, facts: True)
+    outcome = runner.run(Order(None, at, 1, "1", traced=True, limit=limit), keep_all)
     if outcome.cause is not None:
         raise outcome.cause
     if outcome.end == "failed":
@@ -41,7 +41,8 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
         )
     if outcome.end in ("stopped", "hung"):
         why = "it waits for something that never comes" if outcome.end == "hung" else f"{limit:.0f} s were not enough"
-        done = f"{len(outcome.steps)} steps were made" + (f", the last: {outcome.steps[-1].detail}" if outcome.steps else "")
+        last = f", the last: {outcome.steps[-1].detail}" if outcome.steps else ""
+        done = f"{len(outcome.steps)} steps were made{last}"
         raise BaselineError(
             f"the job did not end in the clean run ({why}; {done}). So no baseline exists to compare with. Look for an "
             "endless loop, or raise the option budget."
@@ -49,8 +50,8 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
     if not outcome.changes:
         seen = f"{len(outcome.steps)} steps were seen, none changed anything" if outcome.steps else "no step was seen"
         raise BaselineError(
-            f"the job had no effect in the clean run ({seen}), so there is nothing to check. Arrange data that makes it "
-            "work, and see that it uses a SQLAlchemy engine or redis client that the check can see; declare other "
+            f"the job had no effect in the clean run ({seen}), so there is nothing to check. Arrange data that makes "
+            "it work, and see that it uses a SQLAlchemy engine or redis client that the check can see; declare other "
             "effects with chaos.watch(owner, 'name'). A database in memory that the job opens itself dies with it."
         )
     return outcome
@@ -61,7 +62,7 @@ def establish(
 ) -> Baseline:
     """Run the clean run again with other clock, chance and ids, and learn from the differences."""
     order = Order(None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=True, limit=limit)
-    second = runner.run(order, lambda boundary, facts: False)
+    second = runner.run(order, keep_none)
     if second.cause is not None:
         raise second.cause
     unstable = _differing_steps(first, second) or _learn(canon, first, second)
@@ -149,4 +150,3 @@ def _both(one: Facts, two: Facts) -> Iterator[tuple[Place, Relation, Relation]]:
         for name, relation in version.relations.items():
             if name in other.relations:
                 yield (resource, name), relation, other.relations[name]
-

@@ -1,4 +1,4 @@
-"""When are two ledgers the same? Volatile values are found per cell, renamed consistently, and rows compared as multisets.
+"""When are two ledgers the same? Volatile values are found per cell and renamed, and rows compared as multisets.
 
 Three kinds of volatile value: drawn ones (random bytes, process ids, row ids that the store drew), which are *names*:
 they may differ between two ledgers, but must be used in the same places; times, which are the clock's; and cells that
@@ -291,7 +291,7 @@ class Canon:
         for pattern in self._blind:
             if fnmatch.fnmatchcase(name, pattern):
                 out |= set(range(len(row)))
-            elif relation.ttl is not None and fnmatch.fnmatchcase(f"redis:{row[0]}", pattern):
+            elif relation.ttl is not None and fnmatch.fnmatchcase(f"redis:{row[0]!s}", pattern):
                 out |= set(range(2, len(row)))
             else:
                 out |= {
@@ -473,7 +473,7 @@ def _parsed(text: str) -> int | None:
     except ValueError:
         return None
     if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.timezone.utc)
+        moment = moment.replace(tzinfo=datetime.UTC)
     return int(moment.timestamp() // 1)
 
 

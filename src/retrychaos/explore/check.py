@@ -16,9 +16,9 @@ from retrychaos.explore.runner import Forked, Here, Runner
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import Options
-from retrychaos.model.plan import Plan, parse
+from retrychaos.model.plan import parse
 from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Finding, Ledger, Report, Run
-from retrychaos.runtime.delivery import Job, Outcome, Workshop
+from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
 
 _MOST_FINDINGS = 8
@@ -124,9 +124,7 @@ class Check:
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
         crashes = self._options.crashes
         most = None if crashes == "any" else int(crashes)
-        return Closure(
-            self._name, runner, self.canon, baseline, self._found(), self._start, most, self._limit_or_stop
-        )
+        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, most, self._limit_or_stop)
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
@@ -143,7 +141,7 @@ class Check:
         forked = self._fork()
         for state, saved in samples:
             order = replace(closure.order(state), start=saved)
-            outcome = forked.run(order, lambda boundary, facts: False)
+            outcome = forked.run(order, keep_none)
             if outcome.end == "stopped":
                 closure.doubts += outcome.doubts
             elif closure.digest(outcome) != state.digest:
@@ -185,7 +183,7 @@ class Check:
             budget_spent=spent and verdict == INCONCLUSIVE,
             seconds=_perf_counter() - self._started,
             steps=len(baseline.run.steps),
-            notes=tuple([*([note] if note else []), *closure.doubts[1 if verdict == INCONCLUSIVE else 0 :]]),
+            notes=(*([note] if note else []), *closure.doubts[1 if verdict == INCONCLUSIVE else 0 :]),
             warnings=tuple(warnings),
         )
 
@@ -193,13 +191,14 @@ class Check:
         most = self._options.crashes
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
-        tolerated = f"; tolerated: {', '.join(sorted(baseline.judge.tolerated))} more than once" if baseline.judge.tolerated else ""
+        needed = ", ".join(sorted(baseline.judge.tolerated))
+        tolerated = f"; tolerated: {needed} more than once" if needed else ""
         ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
-                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time: the ledger is that of a clean run "
-                f"({_states(len(closure.states))}, closed){tolerated}{ignored}"
+                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time: the ledger is that of a "
+                f"clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
@@ -217,13 +216,13 @@ class Check:
             try:
                 done = perform(suspect.plan, runner, self._start, self._limit())
             except PlanError as problem:
-                unconfirmed.append(f"a fault was found that does not repeat, so the job is not deterministic: {problem}")
+                unconfirmed.append(f"a fault was found that does not repeat: the job is not deterministic. {problem}")
                 continue
             deviation = self._deviation(done, baseline.judge)
             if deviation is None or deviation.kind != kind:
                 unconfirmed.append(
-                    f"a fault was found that does not repeat ({kind} {effect}, plan {suspect.plan.token}), so the job is "
-                    "not deterministic. Look for random choices and the time of day."
+                    f"a fault was found that does not repeat ({kind} {effect}, plan {suspect.plan.token}), so the job "
+                    "is not deterministic. Look for random choices and the time of day."
                 )
                 continue
             also = sorted({each.state.place for each in suspects if each is not suspect} - {suspect.state.place, ""})

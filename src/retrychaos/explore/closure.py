@@ -18,7 +18,7 @@ from retrychaos.explore.runner import Runner
 from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Leg, Plan, step_mark
 from retrychaos.model.step import Step
-from retrychaos.runtime.delivery import LADDER, Change, Order, Outcome
+from retrychaos.runtime.delivery import LADDER, Change, Order, Outcome, keep_none
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
@@ -228,7 +228,7 @@ class Closure:
             return
         self._looks -= 1
         order = Order(None, at, 2, f"clean run at {at - self.root.at:g}", limit=self._limit())
-        other = self._runner.run(order, lambda boundary, facts: False)
+        other = self._runner.run(order, keep_none)
         if other.end == "done" and relearn(self._canon, self._baseline.run, other):
             raise Relearned
 

@@ -10,7 +10,7 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Plan, step_mark
 from retrychaos.model.report import Delivery
-from retrychaos.runtime.delivery import Order, Outcome
+from retrychaos.runtime.delivery import Order, Outcome, keep_all
 from retrychaos.world.world import Saved
 
 _ENDS = {"done": "completed", "failed": "failed", "hung": "hung", "stopped": "hung"}
@@ -38,7 +38,7 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
     for number, leg in enumerate(plan.legs, start=1):
         at = clock + REDELIVERY_DELAY + leg.wait
         order = Order(saved, at, number, str(number), traced=True, limit=limit)
-        outcome = runner.run(order, lambda boundary, facts: True)
+        outcome = runner.run(order, keep_all)
         if outcome.cause is not None:
             raise outcome.cause
         steps, end = outcome.steps, _ENDS[outcome.end]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from retrychaos.runtime.delivery import Job, Keep, Order, Outcome, Workshop
+from retrychaos.runtime.delivery import Job, Keep, Order, Outcome, Workshop, keep_all
 from retrychaos.runtime.fork import ForkError, Zygote
 
 _GRACE = 10.0
@@ -46,7 +46,7 @@ class Forked:
 
     def _serve(self, job: Job, order: Order) -> _Reply:
         workshop = self._workshop
-        outcome = workshop.run(job, order, lambda boundary, facts: True)
+        outcome = workshop.run(job, order, keep_all)
         if outcome.cause is not None:
             outcome = replace(outcome, cause=type(outcome.cause)(str(outcome.cause)))
         return _Reply(outcome, workshop.chance.drawn, workshop.clock.instants)
@@ -60,7 +60,8 @@ class Forked:
         try:
             reply: _Reply = self._zygote.ask(order, order.limit + _GRACE)
         except ForkError as problem:
-            return Outcome("stopped", (), (), {}, None, order.at, doubts=(f"hidden memory cannot be ruled out: {problem}",))
+            doubt = f"hidden memory cannot be ruled out: {problem}"
+            return Outcome("stopped", (), (), {}, None, order.at, doubts=(doubt,))
         finally:
             workshop.world.distrust()
         workshop.chance.drawn += [value for value in reply.drawn if value not in known]

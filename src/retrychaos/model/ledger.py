@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Cell: TypeAlias = "None | bool | int | float | str | bytes | tuple[Cell, ...]"
+Cell: TypeAlias = "bool | int | float | str | bytes | tuple[Cell, ...] | None"
 Row: TypeAlias = tuple[Cell, ...]
 
 

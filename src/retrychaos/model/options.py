@@ -50,7 +50,7 @@ def from_text(name: str, text: str) -> Any:
     if name in ("tolerate", "volatile", "scratch"):
         return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
     if name in ("faults", "late"):
-        words = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+        words = dict.fromkeys(("true", "yes", "1", "on"), True) | dict.fromkeys(("false", "no", "0", "off"), False)
         if text.strip().lower() not in words:
             raise OptionError(f"option {name!r} is true or false, not {text!r}.")
         return words[text.strip().lower()]

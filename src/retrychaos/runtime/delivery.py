@@ -98,6 +98,14 @@ Keep = Callable[[int, Facts], bool]
 """Asked at every change: is this state worth saving?"""
 
 
+def keep_all(boundary: int, facts: Facts) -> bool:
+    return True
+
+
+def keep_none(boundary: int, facts: Facts) -> bool:
+    return False
+
+
 class Fenced(BaseException):
     """Raised at every further step of a delivery that the harness has ended."""
 

@@ -1,4 +1,4 @@
-"""Deliveries in processes forked before the first one: what a job remembers in memory is gone there, as after a crash."""
+"""Deliveries in processes forked before the first one, where what a job remembers in memory is gone."""
 
 from __future__ import annotations
 

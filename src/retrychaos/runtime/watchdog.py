@@ -1,4 +1,4 @@
-"""Ends a delivery that would never end by itself: an endless loop without steps, a wait for something that is not there."""
+"""Ends a delivery that would never end by itself: an endless loop without steps, a wait for nothing."""
 
 from __future__ import annotations
 

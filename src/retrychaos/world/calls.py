@@ -702,7 +702,7 @@ def _template(free: int) -> types.CodeType:
     )
     namespace: dict[str, Any] = {}
     # Under our own file name: the site of a call is then its caller, not the watched function.
-    exec(compile(source, __file__, "exec"), namespace)
+    exec(compile(source, __file__, "exec"), namespace)  # noqa: S102  # our own text: the number of free variables varies
     trampoline = namespace["outer"](*names)
     code: types.CodeType = trampoline.__code__
     return code

@@ -62,7 +62,7 @@ class Line:
                     f"A Redis server that the job uses does not answer the check, which is lost without it: {error}"
                 )
             )
-        except Exception as error:  # noqa: BLE001  fakeredis runs in this process, and raises what went wrong in it
+        except Exception as error:  # fakeredis runs in this process, and raises what went wrong in it
             self.hang_up()
             if len(commands) == 1:
                 return [error]
@@ -160,7 +160,7 @@ class RedisServer:
         self.version = Version({})
         self._read_all()
 
-    # -- what the source tells -------------------------------------------------------------------------------------
+    # -- what the source tells ---------------------------------------------------------------------------------------
 
     def mark(self, db: int, keys: Iterable[bytes] | None, guess: str) -> None:
         """These keys may change now; None: any."""
@@ -181,7 +181,7 @@ class RedisServer:
     def forget_scripts(self) -> None:
         self._scripts.clear()
 
-    # -- Resource --------------------------------------------------------------------------------------------------
+    # -- Resource ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> Version:
         if self._all_dirty:
@@ -209,19 +209,22 @@ class RedisServer:
     def restore(self, version: Version, blob: Snapshot) -> None:
         self.refresh()
         now = self._now()
-        clock = self._clock()
         target = {
             db: alive
             for db, states in blob.dbs.items()
             if (alive := {key: state for key, state in states.items() if not _over(state, now) and state.dumped})
         }
+        ends = any(state.expiry is not None for states in target.values() for state in states.values())
+        lead = now - self._clock() if ends else 0
         for db in sorted({*self._dbs, *target}):
-            commands = list(self._changes(db, self._dbs.get(db, {}), target.get(db, {}), now - clock))
+            commands = list(self._changes(db, self._dbs.get(db, {}), target.get(db, {}), lead))
+            if not commands:
+                continue
             for command, reply in zip(commands, self._line.ask(commands, db), strict=True):
                 if isinstance(reply, Exception):
                     raise WorldError(
-                        f"{self.label} could not be put back: {command[0]} of {contents.as_text(command[1])!r} in database"
-                        f" {db} failed ({reply}). Without that a crash cannot be simulated there."
+                        f"{self.label} could not be put back: {command[0]} of {contents.as_text(command[1])!r} in"
+                        f" database {db} failed ({reply}). Without that a crash cannot be simulated there."
                     )
         self._deadlines = {place: due for place, due in self._deadlines.items() if place[1] in target.get(place[0], {})}
         whole = sum(map(len, target.values())) == sum(map(len, blob.dbs.values()))
@@ -256,7 +259,7 @@ class RedisServer:
         with contextlib.suppress(Exception):
             self._line.hang_up()
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
         self._dirty, self._all_dirty = {}, False
@@ -409,7 +412,7 @@ class RedisServer:
         old = self.version.relations.get(name)
         return old if old is not None and old.rows == rows else Relation(name, columns, rows, **more)
 
-    # -- clocks ----------------------------------------------------------------------------------------------------
+    # -- clocks ------------------------------------------------------------------------------------------------------
 
     def _now(self) -> int:
         return round(self._stage.now() * 1000)
@@ -428,7 +431,7 @@ class RedisServer:
             self._line.ask([("PEXPIREAT", key, due) for (where, key), due in moved.items() if where == db], db)
         self._deadlines = moved
 
-    # -- saving and restoring --------------------------------------------------------------------------------------
+    # -- saving and restoring ----------------------------------------------------------------------------------------
 
     def _dump_missing(self) -> None:
         for db, states in self._dbs.items():
@@ -445,9 +448,9 @@ class RedisServer:
     def _undumpable(self, db: int, key: bytes, error: Exception) -> NoReturn:
         self._stage.refuse(
             WorldError(
-                f"{self.label} cannot DUMP {contents.as_text(key)!r} ({self._dbs[db][key].kind}): {error}. Without a copy"
-                " the state before a crash cannot be put back. Use a real Redis server for this type, or keep it out of"
-                " the job under test."
+                f"{self.label} cannot DUMP {contents.as_text(key)!r} ({self._dbs[db][key].kind}): {error}. Without a"
+                " copy the state before a crash cannot be put back. Use a real Redis server for this type, or keep it"
+                " out of the job under test."
             )
         )
 
@@ -571,7 +574,7 @@ class RedisSource:
         self._patched.append((owner, name, original))
         setattr(owner, name, make(original))
 
-    # -- the hooks -------------------------------------------------------------------------------------------------
+    # -- the hooks ---------------------------------------------------------------------------------------------------
 
     def _send_command(self, original: Any) -> Any:
         def send_command(connection: Any, *args: Any, **kwargs: Any) -> Any:
@@ -672,7 +675,7 @@ class RedisSource:
 
         return send_packed_command
 
-    # -- what a command means --------------------------------------------------------------------------------------
+    # -- what a command means ----------------------------------------------------------------------------------------
 
     def _is_no_step(self, connection: Any, wire: Wire, call: Call) -> bool:
         if call.name in contents.SILENT:
@@ -730,6 +733,8 @@ class RedisSource:
         detail = "; ".join(call.detail for call in calls) if self._stage.traced else text
         self._stage.step("redis", server, text, detail)
         for call in calls:
+            if call.name in _SUSPICIOUS:
+                self._suspect(server, call)
             keys = call.keys()
             if keys == ():
                 continue
@@ -742,8 +747,6 @@ class RedisSource:
             else:
                 server.mark(wire.db, None, "string")
             self._stage.touched(server)
-            if call.name in _SUSPICIOUS:
-                self._suspect(server, call)
 
     def _suspect(self, server: RedisServer, call: Call) -> None:
         if call.name in contents.FIELD_EXPIRY:
@@ -774,7 +777,7 @@ class RedisSource:
                 )
             )
 
-    # -- finding servers -------------------------------------------------------------------------------------------
+    # -- finding servers ---------------------------------------------------------------------------------------------
 
     def _wire(self, connection: Any) -> Wire:
         wire = self._wires.get(connection)
@@ -808,7 +811,7 @@ class RedisSource:
         if not hasattr(fake, "script_cache"):
             raise WorldError(
                 "This fakeredis is too old: each of its connections has scripts of its own, so a Redis lock would not"
-                " work as it does on a server. Install fakeredis 2.41 or later."
+                " work as it does on a server. Install a newer one (2.41 is known to do)."
             )
         others = sum(server.label.startswith("fakeredis") for server in self._servers.values())
         label = f"fakeredis {others + 1}" if others else "fakeredis"
@@ -846,9 +849,9 @@ class RedisSource:
         where = "; ".join(f"{db} has {facts.split(',')[0].removeprefix('keys=')} keys" for db, facts in held.items())
         self._stage.refuse(
             WorldError(
-                f"The Redis server at {address} is not empty ({where}). A check rewinds the whole server again and again,"
-                " all databases of it, so it never touches one that may hold somebody's data; nothing was changed."
-                f' If this server is there for tests, say so: scratch=["{url}"].'
+                f"The Redis server at {address} is not empty ({where}). A check rewinds the whole server again and"
+                " again, all databases of it, so it never touches one that may hold somebody's data; nothing was"
+                f' changed. If this server is there for tests, say so: scratch=["{url}"].'
                 " What it holds now is then kept, and put back after every run."
             )
         )

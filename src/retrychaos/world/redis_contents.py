@@ -17,7 +17,7 @@ Command: TypeAlias = tuple[Any, ...]
 Reply: TypeAlias = Any
 """What a server answered; a command that failed has its exception here."""
 
-# -- commands -----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 
 
 def _words(text: str) -> frozenset[str]:
@@ -36,7 +36,7 @@ READS = _words(
     """
     GET MGET GETRANGE SUBSTR STRLEN LCS GETBIT BITCOUNT BITPOS BITFIELD_RO EXISTS TTL PTTL EXPIRETIME PEXPIRETIME TYPE
     KEYS SCAN RANDOMKEY DBSIZE DUMP OBJECT MEMORY TOUCH SORT_RO PFCOUNT TIME INFO LASTSAVE ROLE COMMAND LOLWUT LATENCY
-    SLOWLOG MODULE MONITOR WAIT WAITAOF WATCH DIGEST
+    SLOWLOG MODULE MONITOR WAIT WAITAOF WATCH DIGEST CONFIG ACL FUNCTION CLUSTER
     HGET HMGET HGETALL HKEYS HVALS HLEN HEXISTS HSTRLEN HSCAN HRANDFIELD HTTL HPTTL HEXPIRETIME HPEXPIRETIME
     LRANGE LINDEX LLEN LPOS SMEMBERS SISMEMBER SMISMEMBER SCARD SRANDMEMBER SSCAN SDIFF SINTER SINTERCARD SUNION
     ZRANGE ZREVRANGE ZRANGEBYSCORE ZREVRANGEBYSCORE ZRANGEBYLEX ZREVRANGEBYLEX ZSCORE ZMSCORE ZRANK ZREVRANK ZCARD
@@ -99,10 +99,6 @@ class Call(NamedTuple):
     @property
     def detail(self) -> str:
         return " ".join([self.text, *map(_short, self.args[:8]), *(["..."] if len(self.args) > 8 else [])])
-
-    @property
-    def reads(self) -> bool:
-        return self.name in READS
 
     def keys(self) -> Command | None:
         """The arguments that may be keys which this command changes; None: any key of any database."""
@@ -174,7 +170,7 @@ def as_text(value: bytes | Any) -> Any:
         return value
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------------------------
 
 Part: TypeAlias = tuple[Cell, Cell]
 """A field and a value: one row of a key."""
@@ -231,7 +227,7 @@ def granted(remaining: int) -> float:
     return max(0, -((1 - remaining) // unit)) * unit / 1000
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 Program: TypeAlias = Generator[list[Command], list[Reply], "Seen | None"]
 
@@ -327,7 +323,7 @@ def _stream_parts(
     return tuple(parts)
 
 
-# -- addresses ----------------------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------------------------
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))
 

@@ -82,8 +82,11 @@ class Source(Protocol):
 class Stage(Protocol):
     """What the world offers to sources and resources. One delivery at most is running on it."""
 
-    running: bool
-    """A delivery is running: operations are steps. Otherwise they are none of our business."""
+    @property
+    def running(self) -> bool:
+        """A delivery is running: operations are steps. Otherwise they are none of our business."""
+        ...
+
     traced: bool
     """A timeline is wanted: steps are told with their values."""
     quiet: bool

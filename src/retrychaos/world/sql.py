@@ -172,7 +172,8 @@ class SqlSource:
                 return None
             if not isinstance(raw, sqlite3.Connection):
                 self._refuse_dialect(connection)
-            record = connection.connection._connection_record  # type: ignore[attr-defined]  # a fairy has one
+                return None
+            record = connection.connection._connection_record
             self._track(raw, record, connection.engine.pool, connection.engine)
             found = self._handles.get(id(raw))
             if found is None:
@@ -360,8 +361,8 @@ def _refuse_shared(raw: sqlite3.Connection, pool: Pool) -> None:
     second = pool.recreate()
     fairy = second.connect()
     try:
-        connection = fairy.dbapi_connection
-        shared = connection is not raw and connection is not None and connection.execute(tables).fetchone()[0]
+        connection: Any = fairy.dbapi_connection
+        shared = connection is not raw and connection.execute(tables).fetchone()[0]
     finally:
         fairy.close()
         second.dispose()

@@ -282,12 +282,14 @@ class SqliteDatabase:
         self._roots = {}
         self._tables = {}
         for name, sql, root in self._execute("SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"):
-            assert isinstance(name, str) and isinstance(root, int)
+            assert isinstance(name, str)
+            assert isinstance(root, int)
             self._roots[root] = name
             if not name.startswith("sqlite_"):
                 self._tables[name] = self._table(name, str(sql))
         for root, owner in self._execute("SELECT rootpage, tbl_name FROM sqlite_master WHERE type = 'index'"):
-            assert isinstance(owner, str) and isinstance(root, int)
+            assert isinstance(owner, str)
+            assert isinstance(root, int)
             self._roots[root] = owner
 
     def _table(self, name: str, sql: str) -> _Table:

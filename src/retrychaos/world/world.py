@@ -10,7 +10,6 @@ from retrychaos.model.ledger import Facts, Version
 from retrychaos.model.step import Step
 from retrychaos.world.resource import Blob, Resource, Source
 
-
 ID_SHIFT = 7_919
 """By how much row ids are moved in a shifted delivery; a prime, to meet few other numbers."""
 
