@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.world.calls import MISSING, Calls, Watched
 from retrychaos.world.escapes import Escapes
 from retrychaos.world.resource import Source
-from retrychaos.world.world import Saved, World
+from retrychaos.world.world import Again, Saved, World
 
 if TYPE_CHECKING:
     import redis
@@ -48,6 +49,7 @@ class Chaos:
         """Every report so far, of this object and of those made from it with other options."""
         self._calls = Calls()
         self._embedded = _Embedded()
+        self._earlier: list[_Earlier] = []
 
     def __call__(self, **options: Any) -> Chaos:
         """The same world and the same watched calls, with other options."""
@@ -71,7 +73,8 @@ class Chaos:
     def check(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         """Judge `job` called with these arguments, and raise IdempotencyError unless it is proven.
 
-        Afterwards the world is as one clean run left it, so that a test can go on and assert. Passes with a warning if
+        Afterwards the world is as one clean run left it, so that a test can go on and assert. Checking the same job
+        again begins from the state before, unless the world has been changed in between. Passes with a warning if
         only the budget ran out. Raises ChaosError if there is nothing to check: the job fails or does nothing in the
         clean run, or its world cannot be restored.
         """
@@ -156,17 +159,21 @@ class Chaos:
         world = World(now=clock.now, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
         self._furnish(world, workshop)
+        this = Job(job, args, kwargs)
+        world.again = next((earlier.again for earlier in self._earlier if _same(earlier.job, this)), None)
         _running = True
         try:
             workshop.start()
             world.adopt(self._calls)
             try:
-                check = Check(name, Job(job, args, kwargs), self.options, workshop, self._calls.clean_run_done)
+                check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
                 answer, clean = question(check)
             except BaseException:
                 world.restore(None)
                 raise
             world.restore(clean)
+            if clean is not None:
+                self._earlier[:] = [_Earlier(this, Again(world.found(), clean))]
             return answer
         finally:
             _running = False
@@ -191,6 +198,21 @@ class Chaos:
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """The check before: its job, and its world before and after."""
+
+    job: Job
+    again: Again
+
+
+def _same(one: Job, other: Job) -> bool:
+    try:
+        return one.function == other.function and bool(one.args == other.args and dict(one.kwargs) == dict(other.kwargs))
+    except Exception:  # a payload that cannot be compared
+        return False
 
 
 class _Embedded:

@@ -18,10 +18,13 @@ NAMES = ("redis-server", "valkey-server")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody uses, low enough for the bus of a cluster to be 10,000 above it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 55_000:
+            return port
 
 
 def find_binary() -> str | None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from retrychaos.model.ledger import Facts
@@ -36,7 +36,7 @@ class Job:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = ()  # type: ignore[assignment]  # an empty mapping, immutable
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> None:
         """Run it with a payload of its own, as if parsed anew from the queue."""
@@ -224,8 +224,13 @@ class _Delivery:
             self._steps.append(step)
 
     def refuse(self, problem: Exception) -> NoReturn:
-        self._cause = problem
-        self._give_up("stopped")
+        self.fail(problem)
+        raise self.fence or Fenced()
+
+    def fail(self, problem: Exception) -> None:
+        self._cause = self._cause or problem
+        self._end = "stopped"
+        self.fence = Fenced()
 
     def doubt(self, reason: str) -> None:
         if reason not in self._doubts:
@@ -299,11 +304,10 @@ class _Delivery:
             self._compare(self._world.facts())
 
     def _compare(self, facts: Facts) -> None:
-        """A resource that is seen for the first time is no change."""
-        known = self._facts
-        changed = any(known.get(name, version) is not version for name, version in facts.items())
-        if changed or not facts.keys() <= known.keys():
-            self._facts = {**known, **facts}
+        """A resource that is new here was until now in the state in which it was found."""
+        known = {**self._world.found_facts, **self._facts}
+        changed = any(known[name] is not version for name, version in facts.items())
+        self._facts = {**known, **facts}
         if changed:
             self._note_change()
 

@@ -136,6 +136,10 @@ def _own_connection(connection: Any) -> Any:
     return own
 
 
+_left: dict[str, frozenset[tuple[Any, ...]]] = {}
+"""What the check before this one left on each server. It is no stranger's data if it is all that is there."""
+
+
 class RedisServer:
     """One server with all its databases. `fake` is the server object of fakeredis, None for a real one."""
 
@@ -172,6 +176,11 @@ class RedisServer:
     def publish(self, row: Row) -> None:
         self._published = (*self._published, row)
         self._stage.touched(self)
+
+    def hurry(self, connection: Any) -> None:
+        """Wake an idle server, which otherwise looks only ten times a second whether a client has waited enough."""
+        while self._fake is None and not connection.can_read(timeout=0.002):
+            self._line.ask([("PING",)])
 
     def knows_script(self, sha: Any) -> bool:
         if sha not in self._scripts and self._line.ask([("SCRIPT", "EXISTS", sha)])[0] == [1]:
@@ -253,7 +262,14 @@ class RedisServer:
         self._all_dirty = True
         self._scripts.clear()
 
+    def rows(self) -> frozenset[tuple[Any, ...]]:
+        """All that it holds, times to live apart."""
+        return frozenset(
+            (name, *row[:4]) for name, relation in self.version.relations.items() if relation.ttl for row in relation.rows
+        )
+
     def close(self) -> None:
+        _left[self.name] = self.rows()
         with contextlib.suppress(Exception):
             self.end_delivery()
         with contextlib.suppress(Exception):
@@ -592,8 +608,12 @@ class RedisSource:
             sent = _send(wire, original, connection, *(args if wait is None else _impatient(call)), **kwargs)
             self._published(connection, wire, [call])
             if wait is not None:
-                seconds = wait or None
-                _on_reply(connection, lambda reply: None if reply else self._waited(call, seconds))
+                seconds, server = wait or None, self._server(connection, wire)
+                _on_reply(
+                    connection,
+                    lambda reply: None if reply else self._waited(call, seconds),
+                    lambda: server.hurry(connection),
+                )
             return sent
 
         return send_command
@@ -833,11 +853,17 @@ class RedisSource:
         if run in self._servers:  # the same server by another address
             line.hang_up()
             return self._servers[run]
-        self._refuse_data(line, address)
-        server = self._adopt(f"redis:{address}", f"redis {address}", line, None)
+        name = f"redis:{address}"
+        if not self._is_ours(name, line):
+            self._refuse_data(line, address)
+        server = self._adopt(name, f"redis {address}", line, None)
         if run:
             self._servers[run] = server
         return server
+
+    def _is_ours(self, name: str, line: Line) -> bool:
+        """Nothing is there but what the check before this one left."""
+        return name in _left and RedisServer(self._stage, name, name, line).rows() <= _left[name]
 
     def _refuse_data(self, line: Line, address: str) -> None:
         scratch = {contents.address_of_url(url) for url in self._stage.options("scratch")}
@@ -885,12 +911,14 @@ def _transaction_text(calls: Sequence[Call]) -> str:
     return " ".join(["MULTI", *(call.text for call in calls), "EXEC"])
 
 
-def _on_reply(connection: Any, then: Callable[[Any], None]) -> None:
-    """Call `then` with the next reply that is read. On the instance, so that other commands pay nothing for it."""
+def _on_reply(connection: Any, then: Callable[[Any], None], first: Callable[[], None] | None = None) -> None:
+    """Call `first` before and `then` with the next reply that is read. On the instance: other commands pay nothing."""
     read_response = connection.read_response
 
     def once(*args: Any, **kwargs: Any) -> Any:
         connection.__dict__.pop("read_response", None)
+        if first is not None:
+            first()
         reply = read_response(*args, **kwargs)
         then(reply)
         return reply

@@ -116,6 +116,10 @@ class Stage(Protocol):
         """End the delivery because the world cannot be judged; `problem` is raised to the user, past the job."""
         ...
 
+    def fail(self, problem: Exception) -> None:
+        """As refuse, from where an exception would be swallowed: the delivery ends at its next step."""
+        ...
+
     def doubt(self, reason: str) -> None:
         """Something happened that the ledger does not see: the verdict becomes inconclusive with this reason."""
         ...

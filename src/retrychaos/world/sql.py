@@ -265,22 +265,28 @@ class SqlSource:
         def trace(statement: str) -> None:
             if handle.announced or not self._stage.running:
                 return
-            word = statement.lstrip()[:8].upper()
-            if handle.rows and word.startswith("BEGIN"):
-                handle.rows, handle.announced = 0, True  # the driver opens a transaction: rows do not commit
-            elif handle.rows:
-                handle.rows += 1
-                if handle.rows > 2:
-                    self._raw(database, handle, statement)
-            elif word.startswith(("COMMIT", "END")):
-                if not handle.committing:
-                    self._stage.step("commit", database, "COMMIT", "COMMIT")
-                    self._stage.touched(database)
-                handle.committing = False
-            elif not word.startswith(("BEGIN", "ROLLBACK", "--")):
-                self._raw(database, handle, statement)
+            try:
+                self._traced(database, handle, statement)
+            except Exception as problem:  # the driver would swallow it
+                self._stage.fail(problem)
 
         return trace
+
+    def _traced(self, database: SqliteDatabase, handle: Handle, statement: str) -> None:
+        word = statement.lstrip()[:8].upper()
+        if handle.rows and word.startswith("BEGIN"):
+            handle.rows, handle.announced = 0, True  # the driver opens a transaction: rows do not commit
+        elif handle.rows:
+            handle.rows += 1
+            if handle.rows > 2:
+                self._raw(database, handle, statement)
+        elif word.startswith(("COMMIT", "END")):
+            if not handle.committing:
+                self._stage.step("commit", database, "COMMIT", "COMMIT")
+                self._stage.touched(database)
+            handle.committing = False
+        elif not word.startswith(("BEGIN", "ROLLBACK", "--")):
+            self._raw(database, handle, statement)
 
     def _raw(self, database: SqliteDatabase, handle: Handle, statement: str) -> None:
         text, template = _texts(statement)

@@ -94,6 +94,7 @@ class SqliteDatabase:
         self._known: dict[str, dict[Row, Row]] = {}
         self._seen = -1
         self._altered = False
+        self._explained = 0
         if path is not None:
             reader.execute("PRAGMA busy_timeout = 0")
             reader.execute("PRAGMA synchronous = OFF")
@@ -317,7 +318,11 @@ class SqliteDatabase:
             return _NOTHING
         with _Quiet(self.stage):
             try:
-                program = self._reader.execute(f"EXPLAIN {statement}", parameters or ()).fetchall()
+                # A number makes every text new: EXPLAIN does not look whether a statement in the driver's cache is
+                # older than the schema, and then reads freed memory.
+                self._explained += 1
+                text = f"EXPLAIN /* {self._explained} */ {statement}"
+                program = self._reader.execute(text, parameters or ()).fetchall()
             except sqlite3.Error:
                 # Not visible from here (a table of an open transaction, a temporary table): expect anything.
                 return Effect(tables=None, ends=True)

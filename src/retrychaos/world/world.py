@@ -22,6 +22,7 @@ class Recorder(Protocol):
 
     def boundary(self, step: Step) -> None: ...
     def refuse(self, problem: Exception) -> NoReturn: ...
+    def fail(self, problem: Exception) -> None: ...
     def doubt(self, reason: str) -> None: ...
     def sleep(self, seconds: float) -> None: ...
 
@@ -40,6 +41,27 @@ class Saved:
 
     facts: Facts
     blobs: Mapping[str, Blob]
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """How an earlier check found the world, and how it left it."""
+
+    found: Saved
+    left: Saved
+
+    def before(self, resource: Resource) -> tuple[Version, Blob] | None:
+        """The state in which the earlier check found a resource that is now as it was left then; None otherwise."""
+        left = self.left.facts.get(resource.name)
+        if left is None or resource.name not in self.found.facts or not _same_rows(left, resource.version):
+            return None
+        return self.found.facts[resource.name], self.found.blobs[resource.name]
+
+
+def _same_rows(one: Version, other: Version) -> bool:
+    return one.relations.keys() == other.relations.keys() and all(
+        relation.rows == other.relations[name].rows for name, relation in one.relations.items()
+    )
 
 
 class World:
@@ -61,6 +83,8 @@ class World:
         self._found_blobs: dict[str, Blob] = {}
         self._wanted: dict[str, tuple[Version, Blob]] = {}
         self._touched: dict[str, Resource] = {}
+        self.again: Again | None = None
+        """The same job was checked before, and begins from the same state if nobody has touched the world since."""
         self.traced = False
         self.shifted = False
         """Stores draw other row ids than usual, to find the places where ids are kept."""
@@ -84,10 +108,14 @@ class World:
     def adopt(self, resource: Resource) -> None:
         self.resources[resource.name] = resource
         wanted = self._wanted.pop(resource.name, None)
+        if wanted is None and self.again is not None:
+            wanted = self.again.before(resource)
+            if wanted is not None:
+                resource.restore(*wanted)
+        elif wanted is not None:
+            resource.restore(*wanted)
         if wanted is None:
             wanted = (resource.version, resource.save())
-        else:
-            resource.restore(*wanted)
         self.found_facts[resource.name], self._found_blobs[resource.name] = wanted
         self._shift_ids(resource)
 
@@ -95,6 +123,10 @@ class World:
         if self.recorder is None:
             raise problem
         self.recorder.refuse(problem)
+
+    def fail(self, problem: Exception) -> None:
+        if self.recorder is not None:
+            self.recorder.fail(problem)
 
     def doubt(self, reason: str) -> None:
         if self.recorder is not None:
@@ -179,6 +211,10 @@ class World:
         """Another process has worked on the stores: what was read of them before counts for nothing."""
         for resource in self.resources.values():
             resource.distrust()
+
+    def found(self) -> Saved:
+        """How every resource was found."""
+        return Saved(dict(self.found_facts), dict(self._found_blobs))
 
     def end_delivery(self) -> list[str]:
         for source in self.sources:
