@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,9 +44,13 @@ class Chaos:
     def __init__(self, **options: Any) -> None:
         self.options = Options().with_changes(options)
         self.replay: str | None = None
-        """A token: check() then performs only that plan."""
+        """A token: check() and explore() then perform only that plan."""
+        self.before_replay: Callable[[str], None] = lambda job: None
+        """Called with the job's name before that; may raise, to pass over jobs that the token does not belong to."""
         self.reports: list[Report] = []
         """Every report so far, of this object and of those made from it with other options."""
+        self.streams: list[Any] = []
+        """Open files that are not the job's: what is written there is no effect."""
         self._calls = Calls()
         self._embedded = _Embedded()
         self._earlier: list[_Earlier] = []
@@ -114,12 +118,7 @@ class Chaos:
 
     def _check(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
         __tracebackhide__ = True
-        if self.replay is not None:
-            run = self._run(name, job, args, kwargs, self.replay)
-            report = _report_of(name, run)
-            self.reports.append(report)
-        else:
-            report = self._explore(name, job, args, kwargs)
+        report = self._explore(name, job, args, kwargs)
         if not report.ok:
             raise IdempotencyError(full_text(report), report)
         if report.verdict == INCONCLUSIVE:
@@ -129,11 +128,24 @@ class Chaos:
         return report
 
     def _explore(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
+        if self.replay is not None:
+            self.before_replay(name)
+            replayed = _report_of(name, self._run(name, job, args, kwargs, self.replay))
+            self.reports.append(replayed)
+            return replayed
+
         def question(check: Check) -> tuple[Report, Saved | None]:
             done = check.explore()
             return done.report, done.clean
 
         report = self._ask(name, job, args, kwargs, question)
+        silent = [watched.label for watched in self._calls.watched if not watched.seen]
+        if silent:
+            note = (
+                f"watched and never called: {', '.join(silent)}. If the job does call it, watch the function that it "
+                "really calls."
+            )
+            report = replace(report, notes=(*report.notes, note))
         self.reports.append(report)
         return report
 
@@ -169,8 +181,10 @@ class Chaos:
                 check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
                 answer, clean = question(check)
             except BaseException:
+                world.shifted = False
                 world.restore(None)
                 raise
+            world.shifted = False
             world.restore(clean)
             if clean is not None:
                 self._earlier[:] = [_Earlier(this, Again(world.found(), clean))]
@@ -183,6 +197,8 @@ class Chaos:
     def _furnish(self, world: World, workshop: Workshop) -> None:
         """Every source whose library is installed; a job may import it as late as it likes."""
         escapes = Escapes(world, self._calls)
+        for stream in self.streams:
+            escapes.claim_stream(stream)
         sources: list[Source] = [self._calls]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.sql import SqlSource
@@ -210,7 +226,7 @@ class _Earlier:
 
 def _same(one: Job, other: Job) -> bool:
     try:
-        return one.function == other.function and bool(one.args == other.args and dict(one.kwargs) == dict(other.kwargs))
+        return one.function == other.function and bool((one.args, one.kwargs) == (other.args, other.kwargs))
     except Exception:  # a payload that cannot be compared
         return False
 

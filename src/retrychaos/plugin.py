@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,41 @@ def pytest_configure(config: pytest.Config) -> None:
         "idempotent(job=None, *, args=(), kwargs=None, **options): check that the job (or the test itself) leaves the "
         "same world however often it crashes and is delivered again. args may be a function of fixtures.",
     )
+    _check_settings(config)
+    if config.getoption("chaos_replay") is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Replayed(config), "retrychaos-replayed")
+
+
+def _check_settings(config: pytest.Config) -> None:
+    """Mistakes in ini files and flags are told before the first test, not once a test."""
+    token = config.getoption("chaos_replay")
+    written = {name: text for name in _OPTIONS if (text := _ini_text(config, name)) is not None}
+    flags = {name: text for name in _OPTIONS if (text := config.getoption(f"chaos_{name}")) is not None}
+    if not written and not flags and token is None:
+        return
+    from retrychaos.model.errors import OptionError, PlanError
+    from retrychaos.model.options import Options, from_text
+    from retrychaos.model.plan import parse
+
+    for place, texts in (("in the ini file, chaos_{}", written), ("--chaos-{}", flags)):
+        for name, text in texts.items():
+            try:
+                Options().with_changes({name: from_text(name, text)})
+            except OptionError as problem:
+                raise pytest.UsageError(f"{place.format(name)}: {problem}") from None
+    if token is not None:
+        try:
+            parse(token, "")
+        except PlanError as problem:
+            if "belongs to another job" not in str(problem):  # which job is a question for later
+                raise pytest.UsageError(f"--chaos-replay: {problem}") from None
+
+
+def _ini_text(config: pytest.Config, name: str) -> str | None:
+    value = config.getini(f"chaos_{name}")
+    if not value:
+        return None
+    return "\n".join(value) if isinstance(value, list) else str(value)
 
 
 # -- fixture --------------------------------------------------------------------------------------------------------
@@ -74,8 +111,7 @@ def _make(item: pytest.Item) -> Chaos:
     try:
         made = Chaos()
         for name in _OPTIONS:
-            if value := config.getini(f"chaos_{name}"):
-                text = "\n".join(value) if isinstance(value, list) else value
+            if (text := _ini_text(config, name)) is not None:
                 made = made(**{name: from_text(name, text)})
         made = made(**_mark_options(item))
         for name in _OPTIONS:
@@ -83,19 +119,107 @@ def _make(item: pytest.Item) -> Chaos:
             if text is not None:
                 made = made(**{name: from_text(name, text)})
     except OptionError as problem:
-        raise pytest.UsageError(str(problem)) from None
+        raise Misuse(f"{item.nodeid}: {problem}") from None
     made.replay = config.getoption("chaos_replay")
+    made.before_replay = functools.partial(_pass_over_others, made.replay)
     return made
 
 
+def _pass_over_others(token: str, job: str) -> None:
+    """A token belongs to one job; with the flag a run replays that one, and shows which it left out."""
+    __tracebackhide__ = True
+    from retrychaos.model.plan import job_mark
+
+    if token.split(".")[1] != job_mark(job):
+        pytest.skip(f"--chaos-replay: the token belongs to another job than {job}")
+
+
 # -- marker ---------------------------------------------------------------------------------------------------------
+
+
+class Misuse(pytest.UsageError):
+    """A mark or option of ours is used wrongly; shown without a traceback."""
 
 
 def _mark_options(item: pytest.Item) -> dict[str, Any]:
     mark = item.get_closest_marker(_MARK)
     if mark is None:
         return {}
-    return {name: value for name, value in mark.kwargs.items() if name not in ("args", "kwargs")}
+    return {name: value for name, value in mark.kwargs.items() if name not in ("job", "args", "kwargs")}
+
+
+def _job_of(mark: pytest.Mark) -> Any:
+    """The job that a mark names, or None if it is bare."""
+    return mark.args[0] if mark.args else mark.kwargs.get("job")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A mark that could not be honoured is an error, before any fixture runs: nothing is left unchecked silently."""
+    __tracebackhide__ = True
+    mark = item.get_closest_marker(_MARK)
+    if mark is not None:
+        problem = _misuse(item, mark)
+        if problem:
+            raise Misuse(f"{item.nodeid}: {problem}")
+
+
+def _misuse(item: pytest.Item, mark: pytest.Mark) -> str:
+    """What is wrong with a mark, and how to do it right; empty if all is well."""
+    if not isinstance(item, pytest.Function) or _is_unittest(item):
+        return (
+            "the mark idempotent works on test functions and on methods of plain classes, and this is none "
+            f"({type(item).__name__}), so it would not be checked. In a unittest.TestCase write: with retrychaos.Chaos() "
+            "as chaos: chaos.check(job, ...)."
+        )
+    if sum(each.name == _MARK for each in item.own_markers) > 1:
+        return (
+            "it has several marks idempotent, of which only one would be checked. Use the fixture instead: "
+            "chaos.check(first, ...); chaos.check(second, ...)."
+        )
+    if len(mark.args) > 1 or (mark.args and "job" in mark.kwargs):
+        return "the mark idempotent takes one job; pass its arguments as args=(...) and kwargs={...}."
+    job = _job_of(mark)
+    if mark.args or "job" in mark.kwargs:
+        if not callable(job):
+            return (
+                f"the mark idempotent takes a job to call, and {job!r} is not callable. Write "
+                "@pytest.mark.idempotent(charge_order, args=(1,))."
+            )
+    else:
+        if problem := _bare_misuse(item, mark):
+            return problem
+    return _option_misuse(item)
+
+
+def _bare_misuse(item: pytest.Function, mark: pytest.Mark) -> str:
+    if "args" in mark.kwargs or "kwargs" in mark.kwargs:
+        return "args and kwargs are for a job that the mark names; a bare mark checks the test itself, with its fixtures."
+    if hasattr(item.obj, "hypothesis"):
+        return (
+            "a bare mark idempotent would make Hypothesis' whole search the job. Use the fixture, so that each example "
+            "is checked: chaos.check(job, ...)."
+        )
+    body = inspect.unwrap(item.obj)
+    if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
+        return "the test is async, and async jobs are not covered yet, so a bare mark idempotent cannot check it."
+    return ""
+
+
+def _option_misuse(item: pytest.Item) -> str:
+    from retrychaos.model.errors import OptionError
+    from retrychaos.model.options import Options
+
+    try:
+        Options().with_changes(_mark_options(item))
+    except OptionError as problem:
+        return f"{problem} The mark also takes args=(...) and kwargs={{...}} for the job that it names."
+    return ""
+
+
+def _is_unittest(item: pytest.Function) -> bool:
+    unittest = sys.modules.get("unittest")
+    return unittest is not None and isinstance(item.cls, type) and issubclass(item.cls, unittest.TestCase)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,7 +232,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     own = pyfuncitem.stash.get(_chaos, None)
     checker = own or _make(pyfuncitem)
     try:
-        if mark.args:
+        if _job_of(mark) is not None:
             _check_named(pyfuncitem, mark, checker)
             return (yield)
         _check_body(pyfuncitem, checker)
@@ -127,31 +251,24 @@ def _done(**funcargs: Any) -> None:
 
 def _check_named(item: pytest.Function, mark: pytest.Mark, checker: Chaos) -> None:
     __tracebackhide__ = True
-    if len(mark.args) > 1:
-        raise pytest.UsageError(
-            f"{item.nodeid}: the mark idempotent takes one job; pass its arguments as args=(...) and kwargs={{...}}."
-        )
-    job = mark.args[0]
-    if not callable(job):
-        raise pytest.UsageError(
-            f"{item.nodeid}: the mark idempotent takes a job to call, and {job!r} is not callable. Write "
-            "@pytest.mark.idempotent(charge_order, args=(1,))."
-        )
     args = _arranged(item, mark.kwargs.get("args", ()))
     kwargs = _arranged(item, mark.kwargs.get("kwargs") or {})
     if not isinstance(args, tuple | list):
-        raise pytest.UsageError(f"{item.nodeid}: args must be a tuple, not {args!r}. Write args=({args!r},).")
-    checker.check(job, *args, **kwargs)
+        raise Misuse(f"{item.nodeid}: args must be a tuple, not {args!r}. Write args=({args!r},).")
+    if not isinstance(kwargs, dict):
+        raise Misuse(f"{item.nodeid}: kwargs must be a dict, not {kwargs!r}. Write kwargs={{'name': value}}.")
+    checker.check(_job_of(mark), *args, **kwargs)
 
 
 def _arranged(item: pytest.Function, value: Any) -> Any:
     """A payload may be a function of fixtures, for ids that are known only when they have run."""
+    __tracebackhide__ = True
     if not callable(value):
         return value
     names = list(inspect.signature(value).parameters)
     missing = [name for name in names if name not in item.funcargs]
     if missing:
-        raise pytest.UsageError(
+        raise Misuse(
             f"{item.nodeid}: args of the mark idempotent wants the fixtures {missing}, which the test does not use. "
             f"Add them to the test's parameters; it has {sorted(item.funcargs)}."
         )
@@ -170,44 +287,71 @@ def _check_body(item: pytest.Function, checker: Chaos) -> None:
 
 def _record(item: pytest.Item, reports: list[Report]) -> None:
     """Onto the item's properties: they reach the controller of xdist, and JUnit files."""
-    from retrychaos.report.text import summary_line
+    from retrychaos.report.text import summary_lines
 
-    for report in reports:
-        item.user_properties.append((_PROPERTY, summary_line(report)))
+    item.user_properties += [(_PROPERTY, line) for line in summary_lines(reports)]
     reports.clear()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    if call.when == "call":
-        made = item.stash.get(_chaos, None)
-        if made is not None:
-            _record(item, made.reports)
+    made = item.stash.get(_chaos, None)
+    if made is not None and made.reports:
+        _record(item, made.reports)
     report = yield
-    if call.excinfo is not None and call.when == "call":
-        from retrychaos.model.errors import IdempotencyError
-
-        if isinstance(call.excinfo.value, IdempotencyError):
-            report.longrepr = _failure(item, call.excinfo)
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, Misuse) or type(error).__module__ == "retrychaos.model.errors":
+        _shorten(report, item, call.excinfo)
     return report
 
 
-def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> str:
-    """The report instead of a traceback through the harness: plain text survives xdist."""
+def _shorten(report: Any, item: pytest.Item, excinfo: Any) -> None:
+    """The message instead of a traceback through the harness, and the line of the test that asked for it."""
+    error = excinfo.value
+    short = excinfo.getrepr(style="value", chain=False)
     own = [entry for entry in excinfo.traceback if str(entry.path) == str(item.path)]
     where = f"{item.location[0]}:{own[-1].lineno + 1}: " if own else ""
-    return f"{where}{excinfo.value}"
+    text = "\n".join([f"{where}{error}", *getattr(error, "__notes__", ())])
+    short.reprtraceback.reprentries[-1].lines = text.splitlines()
+    if short.reprcrash is not None:
+        short.reprcrash.message = str(error)
+    report.longrepr = short
+
+
+class _Replayed:
+    """With --chaos-replay: a run in which the token's job was never checked must not look like a success."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._done = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._done = self._done or any(name == _PROPERTY for name, _ in report.user_properties)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        if not self._done and session.exitstatus == pytest.ExitCode.OK and not self._config.option.collectonly:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        yield
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self._done and not self._config.option.collectonly:
+            terminalreporter.section("retrychaos", red=True)
+            terminalreporter.write_line(
+                f"--chaos-replay {self._config.getoption('chaos_replay')}: no test of this run checks the job of that "
+                "token. Run the test that the token came from; where a test checks several jobs, use "
+                "chaos.run(job, *args, plan=TOKEN)."
+            )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    lines = [
-        str(value)
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == _PROPERTY
-    ]
+    longest: dict[str, list[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "user_properties"):  # those of later phases hold what earlier ones had
+                lines = [str(value) for name, value in report.user_properties if name == _PROPERTY]
+                longest[report.nodeid] = max(longest.get(report.nodeid, []), lines, key=len)
+    lines = [line for each in longest.values() for line in each]
     if lines:
         terminalreporter.section("retrychaos")
         for line in sorted(lines, key=lambda line: line.split(None, 1)[1]):

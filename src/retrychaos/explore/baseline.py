@@ -65,11 +65,13 @@ def establish(
     second = runner.run(order, keep_none)
     if second.cause is not None:
         raise second.cause
-    unstable = _differing_steps(first, second) or _learn(canon, first, second)
+    unstable = _differing_steps(first, second) or _learn(canon, first, second, options)
     judge = make_judge(canon, first, found, options)
     if unstable:
         deviation = judge.judge(second.facts)
         if deviation is not None and deviation.differences:
+            cells = ", ".join(repr(cell) for cell in dict.fromkeys(deviation.cells))
+            unstable += f" If a value is random or comes from outside, declare it: volatile=[{cells}]."
             lines = "; ".join(f"{line.effect}: {line.row}" for line in deviation.differences[:3])
             unstable += f" First difference: {lines}."
     return Baseline(first, second, judge, unstable)
@@ -97,7 +99,7 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
     return learned
 
 
-def _learn(canon: Canon, first: Outcome, second: Outcome) -> str:
+def _learn(canon: Canon, first: Outcome, second: Outcome, options: Options) -> str:
     canon.fingerprint(first.facts)  # row ids that were drawn are known before rows are compared
     canon.fingerprint(second.facts)
     relearn(canon, first, second)
@@ -110,10 +112,10 @@ def _learn(canon: Canon, first: Outcome, second: Outcome) -> str:
             canon.mask(place)
     if _same(canon, stages) and len(first.changes) == len(second.changes):
         return ""
-    return (
-        "two clean runs of the job left different ledgers, so it cannot be told what a fault changes. If a value is "
-        "random or comes from outside, declare it: volatile=['table.column']."
-    )
+    if options.volatile and _same(canon.judging(options.volatile), stages):
+        canon.blind_to(options.volatile)
+        return ""
+    return "two clean runs of the job left different ledgers, so it cannot be told what a fault changes."
 
 
 def _same(canon: Canon, stages: Sequence[tuple[Facts, Facts]]) -> bool:

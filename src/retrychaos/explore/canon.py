@@ -181,10 +181,12 @@ class Canon:
         for resource, version in facts.items():
             neutral = self.neutral.get(resource)
             for name, relation in version.relations.items():
-                yield (resource, name), relation, neutral.relations.get(name) if neutral else None
+                if not self._blind or not self.ignores((resource, name)):
+                    yield (resource, name), relation, neutral.relations.get(name) if neutral else None
             if neutral is not None:
                 for name, relation in neutral.relations.items():
-                    if name not in version.relations:  # the relation is gone, and that is a difference
+                    # The relation is gone, and that is a difference.
+                    if name not in version.relations and not self.ignores((resource, name)):
                         yield (resource, name), Relation(name, relation.columns, ()), relation
 
     def _shape(self, place: Place, relation: Relation) -> _Shape:
@@ -285,13 +287,21 @@ class Canon:
         other._shapes = {}
         return other
 
+    def ignores(self, place: Place) -> bool:
+        """The user declared the whole relation volatile."""
+        name = place[1].removeprefix("call ")
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._blind)
+
+    def blind_to(self, ignored: Sequence[str]) -> None:
+        """These cells differ without reason: states are not told apart by them either."""
+        self._blind = tuple(ignored)
+        self._forget()
+
     def _blind_columns(self, place: Place, relation: Relation, row: Row) -> set[int]:
         name = place[1].removeprefix("call ")
         out: set[int] = set()
         for pattern in self._blind:
-            if fnmatch.fnmatchcase(name, pattern):
-                out |= set(range(len(row)))
-            elif relation.ttl is not None and fnmatch.fnmatchcase(f"redis:{row[0]!s}", pattern):
+            if relation.ttl is not None and fnmatch.fnmatchcase(f"redis:{row[0]!s}", pattern):
                 out |= set(range(2, len(row)))
             else:
                 out |= {

@@ -242,7 +242,7 @@ class Check:
         return findings, unconfirmed
 
     def _deviation(self, done: Performance, judge: Judge) -> Deviation | None:
-        found = judge.judge(done.facts)
+        found = judge.judge(done.facts, done.elapsed)
         if done.end == "done":
             return found
         differences = found.differences if found else ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from retrychaos.explore.baseline import Baseline, relearn
 from retrychaos.explore.canon import Canon
@@ -23,6 +23,7 @@ from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
 """Deliveries of one message: what Sidekiq's default retry policy allows."""
+_MOST_TWINS = 2
 REDELIVERY_DELAY = 1.0
 """Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 
@@ -41,6 +42,8 @@ class State:
     place: str = ""
     """Where the process died, for people."""
     expiries: tuple[float, ...] = ()
+    raw: int = 0
+    """Tells it from states that are equal only after renaming."""
     kept: Saved | None = None
     """As saved, for the one state that is looked at again when everything was run."""
     beyond_repair: bool = False
@@ -113,6 +116,8 @@ class Closure:
         self._limit = limit
         self._queue: deque[State] = deque()
         self._looks = 3
+        self._twins: list[Change] = []
+        self._twin_marks: set[bytes] = set()
         self.root = State(canon.fingerprint(found), None, start, 0, 0)
         self.states[self.root.mark] = self.root
         for run in (baseline.run, baseline.second):
@@ -137,6 +142,7 @@ class Closure:
             if stuck is None:
                 break
             self._visit(stuck)
+        self._try_twins()
         self._report_stuck()
 
     # -- one state --------------------------------------------------------------------------------------------------
@@ -157,11 +163,14 @@ class Closure:
             wait = self._waits(state)[state.waits]
             state.waits += 1
         marks: set[bytes] = set()
+        twins: set[int] = set()
 
         def keep(boundary: int, facts: Facts) -> bool:
             mark = self._canon.fingerprint(facts)
             if mark in self.states or mark in marks:
-                return False
+                if not self._is_new_twin(mark, facts):
+                    return False
+                twins.add(boundary)
             marks.add(mark)
             return True
 
@@ -173,11 +182,39 @@ class Closure:
         self._note(outcome)
         if outcome.end == "stopped":
             raise OutOfBudget
-        self._absorb(state, outcome, [change for change in outcome.changes if change.saved is not None], order)
+        kept = [change for change in outcome.changes if change.saved is not None]
+        self._absorb(state, outcome, [change for change in kept if change.boundary not in twins], order)
+        self._twins += [change for change in kept if change.boundary in twins]
         if state.saved is not None and not wait:
             self.last = (state, state.saved)
         if state.end != "failed":
             state.saved = None
+
+    def _is_new_twin(self, mark: bytes, facts: Facts) -> bool:
+        """Equal to a known state only after renaming, and to be tried out as a sample of such pairs."""
+        known = self.states.get(mark)
+        if known is None or known is self.root or len(self._twin_marks) >= _MOST_TWINS or mark in self._twin_marks:
+            return False
+        if known.raw == _raw(facts):
+            return False
+        self._twin_marks.add(mark)
+        return True
+
+    def _try_twins(self) -> None:
+        """States that are equal after renaming must behave equally; where they do not, the renaming was wrong."""
+        for twin in self._twins:
+            state = self.states[self._canon.fingerprint(twin.facts)]
+            if state.waits or not state.end:
+                continue
+            order = replace(self.order(state), start=twin.saved, at=twin.clock + REDELIVERY_DELAY)
+            outcome = self._runner.run(order, keep_none)
+            self._note(outcome)
+            if outcome.end != "stopped" and self.digest(outcome) != state.digest:
+                self.doubts.append(
+                    f"two states that differ only in volatile values (ids, tokens, times) made the job behave "
+                    f"differently, {state.place}: it decides by such a value, so equal states cannot be told. "
+                    "Make the value fixed in the test."
+                )
 
     def _absorb(self, state: State, outcome: Outcome, fresh: list[Change], order: Order) -> None:
         self.boundaries += len(outcome.steps) + 1
@@ -185,7 +222,7 @@ class Closure:
         state.digest = self.digest(outcome)
         wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent else 0
         if outcome.end == "done":
-            deviation = self._baseline.judge.judge(outcome.facts)
+            deviation = self._baseline.judge.judge(outcome.facts, outcome.clock - self.root.at)
             if deviation is not None:
                 if deviation.kind == "changed":
                     self._look_again(order.at)
@@ -217,6 +254,7 @@ class Closure:
         place = _place(last, boundary)
         new = State(mark, change.saved, change.clock, state.deliveries + 1, crashes, state, leg, place)
         new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))
+        new.raw = _raw(change.facts)
         new.beyond_repair = self._baseline.judge.excess(change.facts)
         self.states[mark] = new
         self._queue.append(new)
@@ -278,6 +316,16 @@ class Closure:
             if last is None or (last.next is None and self.bounded and state.crashes > 1):
                 continue  # the bound on deliveries was reached by crashes, not by failures alone
             self._suspect(state, "stuck", state.error or "it waits for ever")
+
+
+def _raw(facts: Facts) -> int:
+    return hash(
+        frozenset(
+            (resource, name, relation.rows)
+            for resource, version in facts.items()
+            for name, relation in version.relations.items()
+        )
+    )
 
 
 def _place(step: Step | None, boundary: int) -> str:

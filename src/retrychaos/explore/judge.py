@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from retrychaos.explore.canon import Canon, Hole, Place, View
-from retrychaos.model.ledger import Facts, Relation, Row
+from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.report import Difference
 from retrychaos.model.values import short
 
@@ -23,10 +23,22 @@ class Deviation:
     effect: str
     differences: tuple[Difference, ...]
     reason: str = ""
+    cells: tuple[str, ...] = ()
+    """What to declare volatile if the deviation is no fault: table.column, or a whole table."""
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Found:
+    """One difference between a relation and its baseline."""
+
+    kind: str
+    effect: str
+    lines: tuple[Difference, ...]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
     """The rows of one relation as counted views, with an example of each for people."""
 
     counts: Counter[View]
@@ -49,98 +61,103 @@ class Judge:
         self._mark = canon.fingerprint(baseline)
         self._path: dict[Place, Counter[View]] = {}
         for facts in path:
-            for place, relation in _relations(facts):
+            for place, relation in self._relations(facts):
                 seen = self._path.setdefault(place, Counter())
-                seen |= self._rows(place, relation).counts
+                seen |= self.rows(place, relation).counts
                 self._path[place] = seen
 
-    def judge(self, facts: Facts) -> Deviation | None:
-        """None if the ledger is that of the clean run."""
+    def judge(self, facts: Facts, elapsed: float = 0.0) -> Deviation | None:
+        """None if the ledger is that of the clean run.
+
+        elapsed: seconds on the clock since the first delivery began; what lives shorter may have ended meanwhile.
+        """
         if self.canon.fingerprint(facts) == self._mark and not self.tolerate:
             return None
-        found: list[tuple[str, str, list[Difference]]] = []
+        facts = {**self.canon.neutral, **facts}
+        found: list[_Found] = []
+        fewer: dict[Place, Counter[View]] = {}
+        more: dict[Place, Counter[View]] = {}
         for place, mine, theirs in self._sides(facts):
-            found += self._compare(place, mine, theirs)
+            sides = _Sides(self, place, mine, theirs)
+            fewer[place], more[place] = sides.forgive(elapsed)
+            found += sides.compare()
         if found:
-            kind = min((kind for kind, _, _ in found), key=_ORDER.index)
-            effect = next(effect for each, effect, _ in found if each == kind)
-            return Deviation(kind, effect, tuple(line for _, _, lines in found for line in lines))
-        if self.canon.fingerprint(facts) != self._mark and not self.tolerate:
+            kind = min((each.kind for each in found), key=_ORDER.index)
+            effect = next(each.effect for each in found if each.kind == kind)
+            lines = tuple(line for each in found for line in each.lines)
+            return Deviation(kind, effect, lines, cells=tuple(cell for each in found for cell in each.cells))
+        if self.canon.fingerprint(self._without(facts, more)) != self._expected(fewer):
             return Deviation("changed", "links between rows", (), "the same rows, but ids or tokens link other ones")
         return None
+
+    def _expected(self, fewer: Mapping[Place, Counter[View]]) -> bytes:
+        return self.canon.fingerprint(self._without(self.baseline, fewer)) if any(fewer.values()) else self._mark
 
     def excess(self, facts: Facts) -> bool:
         """An external effect too many: no later delivery can undo it."""
         for place, mine, theirs in self._sides(facts):
             relation = theirs or mine
             if relation is not None and relation.external and not self._is_tolerated(place, relation):
-                expected = self._rows(place, mine).counts if mine else Counter()
-                if theirs and self._rows(place, theirs).counts - expected:
+                expected = self.rows(place, mine).counts if mine else Counter()
+                if theirs and self.rows(place, theirs).counts - expected:
                     return True
         return False
 
     def tolerates(self, effect: str) -> bool:
-        return self._pattern(effect) is not None
-
-    # -- one relation -----------------------------------------------------------------------------------------------
+        return self.pattern(effect) is not None
 
     def _sides(self, facts: Facts) -> Iterator[tuple[Place, Relation | None, Relation | None]]:
-        before, after = dict(_relations(self.baseline)), dict(_relations(facts))
+        before, after = dict(self._relations(self.baseline)), dict(self._relations(facts))
         for place in sorted({*before, *after}):
             mine, theirs = before.get(place), after.get(place)
             if mine is not theirs:
                 yield place, mine, theirs
 
-    def _compare(
-        self, place: Place, mine: Relation | None, theirs: Relation | None
-    ) -> Iterator[tuple[str, str, list[Difference]]]:
-        relation = theirs or mine
-        assert relation is not None
-        expected = self._rows(place, mine) if mine else _Rows(Counter(), {})
-        found = self._rows(place, theirs) if theirs else _Rows(Counter(), {})
-        path = self._path.get(place, Counter())
-        examples = {**expected.examples, **found.examples}
-        missing = expected.counts - found.counts
-        extra = found.counts - expected.counts
-        for view in list(extra):
-            fades = relation.ttl is not None and examples[view][relation.ttl] is not None
-            if fades and found.counts[view] <= path[view]:
-                del extra[view]  # a lock or a mark that was left behind, and ends by itself
+    def _relations(self, facts: Facts) -> Iterator[tuple[Place, Relation]]:
+        for resource, version in facts.items():
+            for name, relation in version.relations.items():
+                if not self.canon.ignores((resource, name)):
+                    yield (resource, name), relation
 
-        def difference(view: View) -> Difference:
-            row = self.describe(relation, examples[view], view)
-            return Difference(effect_of(relation, view), row, expected.counts[view], found.counts[view])
+    def on_path(self, place: Place) -> Counter[View]:
+        """How often each row was there at most, on the way of the clean run."""
+        return self._path.get(place, Counter())
 
-        for old, new in _pairs(relation, list(missing.elements()), list(extra.elements())):
-            missing -= Counter([old])
-            extra -= Counter([new])
-            known = not relation.external and new in path
-            yield "lost" if known else "changed", effect_of(relation, old), [difference(old), difference(new)]
-        for view in extra:
-            effect = effect_of(relation, view)
-            if view in expected.counts and (pattern := self._pattern(effect)) is not None:
-                self.tolerated.add(pattern)
-                continue
-            unfinished = not relation.external and view not in expected.counts and found.counts[view] <= path[view]
-            reused = relation.external and view not in expected.counts and _reuses_key(relation, view, expected.counts)
-            kind = "lost" if unfinished else "changed" if reused else "duplicated"
-            yield kind, effect, [difference(view)]
-        for view in missing:
-            yield "lost", effect_of(relation, view), [difference(view)]
+    def _without(self, facts: Facts, forgiven: Mapping[Place, Counter[View]]) -> Facts:
+        """The facts without rows that make no difference."""
+        if not any(forgiven.values()):
+            return facts
+        out: dict[str, Version] = {}
+        for resource, version in facts.items():
+            relations = dict(version.relations)
+            for name, relation in relations.items():
+                left = Counter(forgiven.get((resource, name), ()))
+                rows: list[Row] = []
+                for row in relation.rows if left else ():
+                    view = self.canon.view((resource, name), relation, row)
+                    left[view] -= 1
+                    if left[view] < 0:
+                        rows.append(row)
+                if left:
+                    relations[name] = replace(relation, rows=tuple(rows))
+            out[resource] = Version(relations)
+        return out
 
-    def _rows(self, place: Place, relation: Relation) -> _Rows:
+    def rows(self, place: Place, relation: Relation) -> Rows:
+        """The rows of a relation as counted views."""
         counts: Counter[View] = Counter()
         examples: dict[View, Row] = {}
         for row in relation.rows:
             view = self.canon.view(place, relation, row)
             counts[view] += 1
             examples.setdefault(view, row)
-        return _Rows(counts, examples)
+        return Rows(counts, examples)
 
     def _is_tolerated(self, place: Place, relation: Relation) -> bool:
-        return self._pattern(place[1].removeprefix("call ")) is not None
+        return self.pattern(place[1].removeprefix("call ")) is not None
 
-    def _pattern(self, effect: str) -> str | None:
+    def pattern(self, effect: str) -> str | None:
+        """The tolerance that covers an effect."""
         for pattern in self.tolerate:
             if fnmatch.fnmatchcase(effect, pattern) or effect.startswith(f"{pattern}."):
                 return pattern
@@ -157,6 +174,76 @@ class Judge:
         return " ".join(cells)
 
 
+class _Sides:
+    """One relation in the baseline and in the ledger that is judged."""
+
+    def __init__(self, judge: Judge, place: Place, mine: Relation | None, theirs: Relation | None) -> None:
+        relation = theirs or mine
+        assert relation is not None
+        self._judge = judge
+        self._relation = relation
+        self._expected = judge.rows(place, mine) if mine else Rows(Counter(), {})
+        self._found = judge.rows(place, theirs) if theirs else Rows(Counter(), {})
+        self._path = judge.on_path(place)
+        self._examples = {**self._expected.examples, **self._found.examples}
+        self._missing = self._expected.counts - self._found.counts
+        self._extra = self._found.counts - self._expected.counts
+
+    def forgive(self, elapsed: float) -> tuple[Counter[View], Counter[View]]:
+        """Leave out rows whose absence or presence makes no difference: what ends by itself, and what is tolerated."""
+        fewer: Counter[View] = Counter()
+        more: Counter[View] = Counter()
+        for view in list(self._missing):
+            lives = self._ttl(view)
+            if lives is not None and lives <= elapsed:
+                fewer[view] = self._missing.pop(view)
+        for view in list(self._extra):
+            if self._ttl(view) is not None and self._found.counts[view] <= self._path[view]:
+                more[view] = self._extra.pop(view)  # a lock or a mark that was left behind
+            elif view in self._expected.counts and (pattern := self._judge.pattern(self._effect(view))) is not None:
+                self._judge.tolerated.add(pattern)
+                more[view] = self._extra.pop(view)
+        return fewer, more
+
+    def compare(self) -> Iterator[_Found]:
+        relation = self._relation
+        for old, new in _pairs(relation, list(self._missing.elements()), list(self._extra.elements())):
+            self._missing -= Counter([old])
+            self._extra -= Counter([new])
+            known = not relation.external and new in self._path
+            columns = [name for name, a, b in zip(relation.columns, old, new, strict=True) if a != b]
+            cells = tuple(self._cell(old, column) for column in columns)
+            lines = (self._line(old), self._line(new))
+            yield _Found("lost" if known else "changed", self._effect(old), lines, cells)
+        for view in self._extra:
+            yield _Found(self._kind_of_extra(view), self._effect(view), (self._line(view),), (self._cell(view),))
+        for view in self._missing:
+            yield _Found("lost", self._effect(view), (self._line(view),), (self._cell(view),))
+
+    def _kind_of_extra(self, view: View) -> str:
+        if self._relation.external:
+            expected = self._expected.counts
+            return "changed" if view not in expected and _reuses_key(self._relation, view, expected) else "duplicated"
+        unfinished = view not in self._expected.counts and self._found.counts[view] <= self._path[view]
+        return "lost" if unfinished else "duplicated"
+
+    def _ttl(self, view: View) -> float | None:
+        lives = None if self._relation.ttl is None else self._examples[view][self._relation.ttl]
+        return lives if isinstance(lives, int | float) else None
+
+    def _effect(self, view: View) -> str:
+        return effect_of(self._relation, view)
+
+    def _cell(self, view: View, column: str = "") -> str:
+        if self._relation.ttl is not None:
+            return f"redis:{self._effect(view).removeprefix('redis ')}"
+        return f"{self._effect(view)}.{column}" if column else self._effect(view)
+
+    def _line(self, view: View) -> Difference:
+        row = self._judge.describe(self._relation, self._examples[view], view)
+        return Difference(self._effect(view), row, self._expected.counts[view], self._found.counts[view])
+
+
 def effect_of(relation: Relation, view: View) -> str:
     """What a row belongs to, for people: a table, a key, a call."""
     if relation.ttl is not None:
@@ -168,12 +255,6 @@ def _text(cell: object, leaves: tuple[object, ...]) -> object:
     if isinstance(cell, str) and any(isinstance(leaf, Hole) for leaf in leaves):
         return "".join(repr(leaf) if isinstance(leaf, Hole) else str(leaf) for leaf in leaves)
     return cell
-
-
-def _relations(facts: Facts) -> Iterator[tuple[Place, Relation]]:
-    for resource, version in facts.items():
-        for name, relation in version.relations.items():
-            yield (resource, name), relation
 
 
 def _reuses_key(relation: Relation, view: View, expected: Iterable[View]) -> bool:

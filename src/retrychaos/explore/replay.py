@@ -24,6 +24,8 @@ class Performance:
     facts: Facts
     end: str
     error: str
+    elapsed: float
+    """Seconds on the clock from the first delivery to the end of the last."""
 
 
 def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performance:
@@ -57,7 +59,7 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
         error = outcome.error if leg.crash_after is None else ""
         timeline.append(Delivery(number, at - start, steps, end, error))
     assert outcome is not None
-    return Performance(tuple(timeline), outcome.facts, outcome.end, outcome.error)
+    return Performance(tuple(timeline), outcome.facts, outcome.end, outcome.error, outcome.clock - start)
 
 
 def _state_at(outcome: Outcome, boundary: int, order: Order) -> tuple[Saved | None, float]:

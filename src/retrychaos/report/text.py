@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from retrychaos.model.report import FAILED, PROVEN, Delivery, Difference, Finding, Report
 from retrychaos.model.step import Step
@@ -25,6 +25,18 @@ def summary_line(report: Report) -> str:
         f"{report.verdict:<12} {report.job}: {said} "
         f"[{report.states} states, {report.runs} runs, {report.boundaries} boundaries, {report.seconds:.2f} s]"
     )
+
+
+def summary_lines(reports: Sequence[Report]) -> list[str]:
+    """One line a job and verdict, however often a test checked it (Hypothesis does so with every example)."""
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for report in reports:
+        groups.setdefault((report.job, report.verdict), []).append(report)
+    lines = []
+    for same in groups.values():
+        more = f", and {len(same) - 1} more checks" if len(same) > 2 else ", and 1 more check" if len(same) > 1 else ""
+        lines.append(summary_line(max(same, key=lambda report: report.states)) + more)
+    return lines
 
 
 def full_text(report: Report) -> str:

@@ -126,7 +126,7 @@ class Workshop:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        self._patches.set(os, "getpid", lambda: self._pid)
+        self._patches.set_everywhere(os, "getpid", lambda: self._pid)
         self.clock.start(self._sleep)
         self.chance.start()
         self.world.install()
@@ -170,15 +170,16 @@ class Workshop:
             delivery.fence = delivery.fence or Fenced()
             world.quiet = True
             try:
+                if delivery.remains is not None:
+                    # Its frames keep sessions and cursors alive; in a process that died they would be gone.
+                    traceback.clear_frames(delivery.remains.__traceback__)
+                    delivery.remains = None
                 notes = world.end_delivery()
             finally:
                 world.quiet = False
+                world.recorder = self._running = None
                 self._pid = real
-                self._running = None
-        try:
-            return delivery.outcome(notes)
-        finally:
-            world.recorder = None
+        return delivery.outcome(notes)
 
     def _sleep(self, seconds: float) -> None:
         if self._running is None or self.world.quiet:
@@ -191,6 +192,8 @@ class _Delivery:
 
     def __init__(self, world: World, clock: Clock, order: Order, keep: Keep) -> None:
         self.fence: BaseException | None = None
+        self.remains: BaseException | None = None
+        """What the job raised."""
         self._world = world
         self._clock = clock
         self._order = order
@@ -246,15 +249,15 @@ class _Delivery:
         except (Stopped, Fenced):
             pass
         except BaseException as error:
-            if type(error).__module__ == "_pytest.outcomes":
-                raise
+            outcomes = sys.modules.get("_pytest.outcomes")
+            if outcomes is not None and isinstance(error, outcomes.OutcomeException):
+                raise  # pytest.skip() and the like
             if self.fence is None:
                 self._end = "failed"
                 self._error = _describe(error)
                 if self._order.traced:
                     self._trace = "".join(traceback.format_exception(error))
-            # Frames keep sessions and cursors alive; in a process that died they would be gone.
-            traceback.clear_frames(error.__traceback__)
+            self.remains = error
 
     def finish(self, expired: bool) -> None:
         """The job has returned: here is the last boundary, between the last step and the ack."""

@@ -264,9 +264,8 @@ class RedisServer:
 
     def rows(self) -> frozenset[tuple[Any, ...]]:
         """All that it holds, times to live apart."""
-        return frozenset(
-            (name, *row[:4]) for name, relation in self.version.relations.items() if relation.ttl for row in relation.rows
-        )
+        relations = [relation for relation in self.version.relations.values() if relation.ttl is not None]
+        return frozenset((relation.name, *row[:4]) for relation in relations for row in relation.rows)
 
     def close(self) -> None:
         _left[self.name] = self.rows()

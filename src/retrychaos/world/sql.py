@@ -6,6 +6,7 @@ connection sees what goes past SQLAlchemy (raw cursors, executescript).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sqlite3
 import weakref
@@ -48,6 +49,9 @@ class SqlSource:
         """Connections opened by the running delivery."""
         self._ignored: dict[int, Any] = {}
         self._used: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._blocked: list[sqlite3.Connection] = []
+        """Connections to databases that were refused: nothing may run on them any more."""
+        self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._sessions: set[int] = set()
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Engine, "before_cursor_execute", self._before_execute),
@@ -57,6 +61,7 @@ class SqlSource:
             (Engine, "commit", self._on_commit),
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
+            (Session, "after_begin", self._on_session),
             (DefaultDialect, "do_executemany", self._executemany),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -74,14 +79,17 @@ class SqlSource:
 
     def end_delivery(self) -> None:
         """Sessions and connections are memory of the process: none survives into the next delivery."""
-        for session in _live_sessions():
-            if session.hash_key not in self._sessions:
-                session.close()
-            elif session.in_transaction():
+        for session in list(self._used_sessions):
+            if session.hash_key in self._sessions:
                 session.rollback()
                 session.expire_all()
             else:
-                session.expire_all()
+                session.close()
+        for raw in self._blocked:
+            with contextlib.suppress(sqlite3.Error):
+                raw.set_progress_handler(None, 0)
+        self._blocked.clear()
+        self._used_sessions.clear()
         for connection in list(self._used):
             if not connection.closed and connection.in_transaction():
                 connection.rollback()
@@ -98,7 +106,17 @@ class SqlSource:
 
     def _on_checkout(self, connection: Any, record: Any, fairy: Any) -> None:
         if self._stage.running and isinstance(connection, sqlite3.Connection):
-            self._track(connection, record, fairy._pool, None)
+            try:
+                self._track(connection, record, fairy._pool)
+            except WorldError as problem:
+                # Raised here, it would make the pool close the connection, and lose a database in memory.
+                self._stage.fail(problem)
+                connection.set_progress_handler(lambda: 1, 1)
+                self._blocked.append(connection)
+
+    def _on_session(self, session: Session, transaction: Any, connection: Connection) -> None:
+        if self._stage.running:
+            self._used_sessions.add(session)
 
     def _on_begin(self, connection: Connection) -> None:
         if self._stage.running:
@@ -123,6 +141,10 @@ class SqlSource:
             self._settle(connection)
 
     def _on_error(self, context: Any) -> None:
+        if not isinstance(context.original_exception, Exception):
+            # SQLAlchemy takes it for a lost connection and closes it. We ended the delivery, the database is well; and
+            # a database in memory would be gone with its connection.
+            context.is_disconnect = False
         if self._stage.running and context.connection is not None:
             self._settle(context.connection)
 
@@ -174,7 +196,10 @@ class SqlSource:
                 self._refuse_dialect(connection)
                 return None
             record = connection.connection._connection_record
-            self._track(raw, record, connection.engine.pool, connection.engine)
+            try:
+                self._track(raw, record, connection.engine.pool)
+            except WorldError as problem:
+                self._stage.refuse(problem)
             found = self._handles.get(id(raw))
             if found is None:
                 return None
@@ -183,8 +208,8 @@ class SqlSource:
         self._used.add(connection)
         return found
 
-    def _track(self, raw: sqlite3.Connection, record: Any, pool: Pool, engine: Engine | None) -> None:
-        """Follow a connection from its first use in this delivery on."""
+    def _track(self, raw: sqlite3.Connection, record: Any, pool: Pool) -> None:
+        """Follow a connection from its first use in this delivery on. Raises WorldError if that cannot be done."""
         if id(raw) in self._handles or id(raw) in self._ignored:
             return
         quiet, self._stage.quiet = self._stage.quiet, True
@@ -204,11 +229,10 @@ class SqlSource:
                 self._stage.adopt(known)
             assert isinstance(known, SqliteDatabase)
             follow_clock(raw)
-        except WorldError as problem:
-            self._stage.refuse(problem)
         finally:
             self._stage.quiet = quiet
-        handle = Handle(raw, record)
+        inherited = raw.in_transaction and not any(raw is opened for opened in self._opened)
+        handle = Handle(raw, record, inherited)
         known.handles[id(raw)] = handle
         self._handles[id(raw)] = (known, handle)
         raw.set_trace_callback(self._tracer(known, handle))
@@ -341,11 +365,19 @@ def _connections(session: Session) -> list[Connection]:
 
 
 def _close_idle_transactions() -> None:
-    """Reading an attribute after a commit begins a transaction that holds nothing: end it before the check."""
+    """Reading an attribute after a commit begins a transaction that holds nothing: end it before the check.
+
+    Sessions that hold nothing else forget what they have read, as they do after every delivery.
+    """
     for session in _live_sessions():
-        if not session.in_transaction() or session.new or session.dirty or session.deleted:
+        if session.new or session.dirty or session.deleted or isinstance(session.bind, Connection):
             continue
-        if session.in_nested_transaction() or isinstance(session.bind, Connection):
+        if session.bind is not None and session.bind.dialect.is_async:
+            continue
+        if not session.in_transaction():
+            session.expire_all()
+            continue
+        if session.in_nested_transaction():
             continue
         raws = [connection.connection.dbapi_connection for connection in _connections(session)]
         if not any(getattr(raw, "in_transaction", True) for raw in raws):

@@ -7,6 +7,7 @@ open on it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sqlite3
@@ -49,6 +50,8 @@ class Handle:
     connection: sqlite3.Connection
     record: Any
     """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a raw one."""
+    inherited: bool = False
+    """It was in a transaction when the check began: the user's, and left alone."""
     announced: bool = False
     """A statement is running that SQLAlchemy has told us of: the trace callback looks away."""
     rows: int = 0
@@ -87,6 +90,7 @@ class SqliteDatabase:
         self.path = path
         self.handles: dict[int, Handle] = {}
         self._reader = reader
+        self._writer = reader
         self._effects: dict[str, Effect] = {}
         self._tables: dict[str, _Table] = {}
         self._roots: dict[int, str] = {}
@@ -197,10 +201,9 @@ class SqliteDatabase:
             _untrace(handle.connection)
         self.handles.clear()
         if self.path is not None:
-            try:
-                self._reader.close()
-            except sqlite3.Error:  # pragma: no cover - nothing more can be done for it
-                pass
+            for connection in (self._reader, self._writer):
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
 
     def shift_ids(self, by: int) -> None:
         """Let AUTOINCREMENT tables draw other ids, disjoint per table, as a busy database would have."""
@@ -362,10 +365,10 @@ class SqliteDatabase:
             if blob:
                 source.deserialize(b"".join(blob))
             try:
-                source.backup(self._reader, progress=_refuse_busy)
-            except sqlite3.OperationalError:
-                self._close_cursors()
-                source.backup(self._reader, progress=_refuse_busy)
+                source.backup(self._writer, progress=_refuse_busy)
+            except sqlite3.OperationalError as problem:
+                self._clear_the_way(problem)
+                source.backup(self._writer, progress=_refuse_busy)
         except (sqlite3.Error, _Busy) as error:
             raise WorldError(
                 f"{self.label} cannot be restored ({error}). Every delivery has to start from an exact state, so the "
@@ -375,8 +378,12 @@ class SqliteDatabase:
         finally:
             source.close()
 
-    def _close_cursors(self) -> None:
-        """Half-read results block the restore; those that nobody told us of are found by the collector."""
+    def _clear_the_way(self, problem: sqlite3.OperationalError) -> None:
+        """The engine that was seen first may be read-only, or half-read results may be in the way."""
+        if self.path is not None and "readonly" in str(problem):
+            self._writer = sqlite3.connect(self.path, isolation_level=None)
+            self._writer.execute("PRAGMA synchronous = OFF")
+            return
         gc.collect()
         for thing in gc.get_objects():
             if isinstance(thing, sqlite3.Cursor) and thing.connection is self._reader:
@@ -387,6 +394,8 @@ class SqliteDatabase:
         handle.announced = handle.committing = False
         handle.rows = 0
         _untrace(handle.connection)
+        if handle.inherited:
+            return
         try:
             handle.connection.rollback()
             if self.path is None:

@@ -1,0 +1,1 @@
+"""What checks cost: see README.md in this folder."""
