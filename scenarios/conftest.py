@@ -51,7 +51,9 @@ def refuted(
     report = chaos.explore(job, *args)
     story = full_text(report)
     assert report.verdict == "failed", story
-    expected = {(kind, effect) for kind, some in effects.items() for effect in ([some] if isinstance(some, str) else some)}
+    expected = {
+        (kind, effect) for kind, some in effects.items() for effect in ([some] if isinstance(some, str) else some)
+    }
     assert {(finding.kind, finding.effect) for finding in report.findings} == expected, story
     for finding in report.findings:
         assert finding.plan.crashes == crashes, story

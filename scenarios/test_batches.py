@@ -77,11 +77,11 @@ def enqueue_and_delete_each() -> None:
 
 
 def test_one_batch_for_many_receivers(chaos):
-    """BUG-07 (zulip). "One user's event was poisonous, and all users before that one got their mail again every minute."
+    """BUG-07 (zulip). "One user's event was poisonous. All users before that one got their mail again every minute."
 
     The rows go only when the loop is through, so whatever stops it half way repeats the first half. Deleting each
-    receiver's rows first loses a mail instead. Deleted in the transaction that enqueues, receiver by receiver, nothing is
-    lost or repeated, and the batch makes progress.
+    receiver's rows first loses a mail instead. Deleted in the transaction that enqueues, receiver by receiver, nothing
+    is lost or repeated, and the batch makes progress.
     """
     refuted(chaos, mail_all_then_delete, duplicated="Queue.publish")
     refuted(chaos, delete_then_mail_each, lost="Queue.publish")
@@ -148,10 +148,8 @@ def test_a_lock_instead_of_a_memory(chaos):
     """BUG-12, the task that it starts. A lock was put around the mail, and is deleted when the mail is out.
 
     A lock says that somebody is at work, not that the work was done. Died under the lock: the retry finds it, returns,
-    and the digest is lost. Died after its release: the retry takes it again, and the digest is sent twice. The twin asks
-    the rows whether it was sent, and covers the gap with a key.
+    and the digest is lost. Died after its release: the retry takes it again, and the digest is sent twice. The twin
+    asks the rows whether it was sent, and covers the gap with a key.
     """
-    refuted(
-        chaos, send_digest_under_lock, "ann", [1, 3], lost=("Mailer.send", "missed"), duplicated="Mailer.send"
-    )
+    refuted(chaos, send_digest_under_lock, "ann", [1, 3], lost=("Mailer.send", "missed"), duplicated="Mailer.send")
     proven(chaos, send_digest_with_key, "ann", [1, 3])

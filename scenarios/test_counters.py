@@ -73,8 +73,8 @@ def add_points_once(order_id: int) -> None:
 def test_a_sum_in_the_database(chaos):
     """S25. "Nobody complains about points. They only wonder in accounting, a year later."
 
-    Adding depends on what is there, which a redelivery has changed already. Computing the end state from the orders does
-    not. Where the sum must be added, a note of it goes into the same transaction.
+    Adding depends on what is there, which a redelivery has changed already. Computing the end state from the orders
+    does not. Where the sum must be added, a note of it goes into the same transaction.
     """
     refuted(chaos, add_points, 2, changed="customers")
     proven(chaos, set_points, 2)

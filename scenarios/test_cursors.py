@@ -69,8 +69,8 @@ def test_a_cursor_that_is_ahead(chaos):
     """BUG-70 (utopia, evc-team-relay). "A user who failed to sync once is never picked up again."
 
     The time of the *attempt* was stored as the next lower bound, so a run that dies takes its users with it. Move the
-    cursor behind the work, and make the work repeatable. (The other half of the bug, a caught error in the middle of the
-    loop, needs errors as faults and comes with them.)
+    cursor behind the work, and make the work repeatable. (The other half of the bug, a caught error in the middle of
+    the loop, needs errors as faults and comes with them.)
     """
     refuted(chaos, sync_from_the_last_attempt, lost="Directory.put")
     proven(chaos, sync_from_the_last_success)
@@ -100,8 +100,8 @@ def sync_and_save_each_user() -> None:
 def test_a_cursor_with_ties(chaos):
     """BUG-70, a relative. "Only ever users who had signed up in the same second as somebody else."
 
-    After each user the cursor is behind the work, as it should be, yet it names a second and not a user: died between two
-    users of one second, and `>` skips the other one. A cursor must name its place exactly.
+    After each user the cursor is behind the work, as it should be, yet it names a second and not a user: died between
+    two users of one second, and `>` skips the other one. A cursor must name its place exactly.
     """
     refuted(chaos, sync_and_save_each_time, lost="Directory.put")
     proven(chaos, sync_and_save_each_user)

@@ -60,12 +60,12 @@ def notify_once_a_text(status_id: int, text: str) -> None:
 def test_two_notices_of_one_status(chaos):
     """BUG-57 (squad). "The build failed, mail. It was fixed, no mail, and an IntegrityError on every retry."
 
-    No crash is needed, so a check of one job cannot see it: for a single notice the narrow index is as good as the right
-    one. Check the *second* job in the world that the first has left. It fails without any fault, and the check says so
-    instead of passing.
+    No crash is needed, so a check of one job cannot see it: for a single notice the narrow index is as good as the
+    right one. Check the *second* job in the world that the first has left. It fails without any fault, and the check
+    says so instead of passing.
     """
     proven(chaos, notify_once_a_status, 7, "failed")
-    with pytest.raises(BaselineError, match="UNIQUE constraint failed: narrow_notices.status_id"):
+    with pytest.raises(BaselineError, match=r"UNIQUE constraint failed: narrow_notices\.status_id"):
         chaos.explore(notify_once_a_status, 7, "fixed")
 
     fresh_world(notify_once_a_text)

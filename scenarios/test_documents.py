@@ -1,7 +1,7 @@
 """Documents: generating is expensive and may happen twice; what counts is where the result goes.
 
-Files come to the ledger in a later version. Until then one document is one Redis key: ``SET`` replaces it as a whole, as
-writing to a temporary file and renaming it does.
+Files come to the ledger in a later version. Until then one document is one Redis key: ``SET`` replaces it as a whole,
+as writing to a temporary file and renaming it does.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def generate_over_the_old_one(statement_id: int) -> None:
 def test_generate_unless_generated(chaos):
     """S5. "Every statement was in the post twice, though the job returns at once if the flag is set."
 
-    The flag is set after the generation, so there is always a moment in which the one has happened and the other has not.
-    Whether that hurts depends on the effect alone: printing twice is two letters, a new name for every attempt leaves an
-    orphan, and writing the same document again leaves one document.
+    The flag is set after the generation, so there is always a moment in which the one has happened and the other has
+    not. Whether that hurts depends on the effect alone: printing twice is two letters, a new name for every attempt
+    leaves an orphan, and writing the same document again leaves one document.
     """
     chaos.watch(print_shop, "post", result=None)
     refuted(chaos, generate_at_the_print_shop, 1, duplicated="PrintShop.post")

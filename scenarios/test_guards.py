@@ -48,8 +48,8 @@ def attach_label_and_notify_each_guarded(order_id: int) -> None:
 def test_attach_then_notify(chaos):
     """S23. "The label is there, so the job returns. Nobody was told that it is there."
 
-    A guard says that *its* step was done. Used for the whole job it skips whatever came after that step. With a guard for
-    each step a redelivery goes on where the last one stopped, and the key covers the moment between mail and mark.
+    A guard says that *its* step was done. Used for the whole job it skips whatever came after that step. With a guard
+    for each step a redelivery goes on where the last one stopped, and the key covers the moment between mail and mark.
     """
     chaos.watch(keyed_mailer, "send", result=None, key="key")
     refuted(chaos, attach_label_and_notify, 1, lost="KeyedMailer.send")

@@ -71,21 +71,26 @@ def deliver_under_eternal_lock_of_redis_py(batch: int) -> None:
 
 
 def test_a_lock_released_in_finally(chaos):
-    """S27. "It is released in `finally`, so it cannot leak." It leaked when the machine was reclaimed, and on every retry
-    until somebody deleted the key by hand.
+    """S27. "It is released in `finally`, so it cannot leak." It leaked when the machine was reclaimed.
 
-    With an expiry the retries fail for a minute and then go on: waiting is not being stuck.
+    From then on every retry failed, until somebody deleted the key by hand. With an expiry the retries fail for a
+    minute and then go on: waiting is not being stuck.
     """
     refuted(chaos, deliver_under_lock_for_ever, 7, stuck="Busy: 7")
     proven(chaos, deliver_under_lock_that_expires, 7)
 
 
 def test_the_lock_of_redis_py(chaos):
-    """S27. `Redis.lock` releases in `__exit__`, which is another `finally`: it is the `timeout` that saves the next one.
+    """S27. `Redis.lock` releases in `__exit__`, which is another `finally`: only its `timeout` saves the next one.
 
     `blocking_timeout` is how long to wait for the lock, not how long it lives.
     """
-    refuted(chaos, deliver_under_eternal_lock_of_redis_py, 7, stuck="LockError: Unable to acquire lock within the time specified")
+    refuted(
+        chaos,
+        deliver_under_eternal_lock_of_redis_py,
+        7,
+        stuck="LockError: Unable to acquire lock within the time specified",
+    )
     proven(chaos, deliver_under_lock_of_redis_py, 7)
     proven(chaos, deliver_under_impatient_lock_of_redis_py, 7)
 
@@ -124,9 +129,9 @@ def flush_unless_empty(batch: int) -> None:
 def test_a_lock_and_its_expiry(chaos):
     """BUG-44 (sidekiq-grouping, node-resque, ShedLock). "A batch is never flushed again. Twice in three months."
 
-    Died between SETNX and EXPIRE: a lock for ever. `SET NX EX` is one command and closes the gap, and one thing is left to
-    see: a job that finds the lock taken and *returns* has acknowledged its message, and the dead holder does the work no
-    more. Raise, and the retry comes after the expiry.
+    Died between SETNX and EXPIRE: a lock for ever. `SET NX EX` is one command and closes the gap, and one thing is left
+    to see: a job that finds the lock taken and *returns* has acknowledged its message, and the dead holder does the
+    work no more. Raise, and the retry comes after the expiry.
     """
     refuted(chaos, flush_with_setnx_and_expire, 7, stuck="Busy: 7")
     refuted(chaos, flush_or_return, 7, lost=("Queue.publish", "redis batch:7"))

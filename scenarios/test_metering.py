@@ -37,7 +37,7 @@ class KnownAlready(Exception):
 
 
 class Provider:
-    """Bills by events, and rejects an id that it knows. It has a database of its own, which no rollback of ours reaches."""
+    """Bills by events and rejects an id that it knows. No rollback of ours reaches its database."""
 
     books: Engine
 

@@ -104,8 +104,9 @@ def fail_and_refund_together(dream_id: int) -> None:
 def test_a_refund(chaos):
     """BUG-43 (my-dream-api). "My credit did not come back after the failed job. For a friend it came back twice."
 
-    Two commits. The status first: whoever comes next sees `failed` and skips the refund. The refund first: whoever comes
-    next sees `processing` and refunds again. The status *is* the note that the refund was made, so they are one commit.
+    Two commits. The status first: whoever comes next sees `failed` and skips the refund. The refund first: whoever
+    comes next sees `processing` and refunds again. The status *is* the note that the refund was made, so they are one
+    commit.
     """
     refuted(chaos, fail_then_refund, 1, lost="dreamers")
     refuted(chaos, refund_then_fail, 1, changed="dreamers")

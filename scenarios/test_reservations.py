@@ -98,8 +98,8 @@ def test_reserve_work_complete(chaos):
     """S26. "Our idempotency middleware skips what it knows. It knew the order, so nobody billed it, ever."
 
     The middleware gives a reservation back when the job raises. A killed process raises nothing. A reservation in the
-    transaction of the work cannot outlive it; a lease ends by itself, and whoever finds it *raises*, to come back later.
-    (Slow workers that outlive their lease are another matter: two at a time are not covered here.)
+    transaction of the work cannot outlive it; a lease ends by itself, and whoever finds it *raises*, to come back
+    later. (Slow workers that outlive their lease are another matter: two at a time are not covered here.)
     """
     refuted(chaos, bill_if_reserved, 1, lost=("invoices", "reservations"))
     proven(chaos, bill_and_reserve_in_one, 1)
@@ -136,8 +136,8 @@ def ingest_and_mark_seen_together(event: str) -> None:
 def test_seen_before_it_was_written(chaos):
     """BUG-36 (openmeter). "One hiccup and one retry, and the event was metered zero times. The retry said 200 OK."
 
-    `SET NX` asks and claims in one command, and the claim outlives the process. Mark as seen only what is written: after
-    a write that may be repeated, or in the same MULTI.
+    `SET NX` asks and claims in one command, and the claim outlives the process. Mark as seen only what is written:
+    after a write that may be repeated, or in the same MULTI.
     """
     refuted(chaos, ingest_if_unseen, "e1", lost="Queue.publish")
     proven(chaos, ingest_with_key_then_mark_seen, "e1")

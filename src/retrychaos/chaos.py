@@ -45,7 +45,7 @@ class Chaos:
         self.options = Options().with_changes(options)
         self.replay: str | None = None
         """A token: check() and explore() then perform only that plan."""
-        self.before_replay: Callable[[str], None] = lambda job: None
+        self.before_replay: Callable[[str], None] | None = None
         """Called with the job's name before that; may raise, to pass over jobs that the token does not belong to."""
         self.reports: list[Report] = []
         """Every report so far, of this object and of those made from it with other options."""
@@ -129,7 +129,8 @@ class Chaos:
 
     def _explore(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
         if self.replay is not None:
-            self.before_replay(name)
+            if self.before_replay is not None:
+                self.before_replay(name)
             replayed = _report_of(name, self._run(name, job, args, kwargs, self.replay))
             self.reports.append(replayed)
             return replayed

@@ -119,7 +119,7 @@ def _make(item: pytest.Item) -> Chaos:
             if text is not None:
                 made = made(**{name: from_text(name, text)})
     except OptionError as problem:
-        raise Misuse(f"{item.nodeid}: {problem}") from None
+        raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
     made.replay = config.getoption("chaos_replay")
     made.before_replay = functools.partial(_pass_over_others, made.replay)
     return made
@@ -135,10 +135,6 @@ def _pass_over_others(token: str, job: str) -> None:
 
 
 # -- marker ---------------------------------------------------------------------------------------------------------
-
-
-class Misuse(pytest.UsageError):
-    """A mark or option of ours is used wrongly; shown without a traceback."""
 
 
 def _mark_options(item: pytest.Item) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if mark is not None:
         problem = _misuse(item, mark)
         if problem:
-            raise Misuse(f"{item.nodeid}: {problem}")
+            raise pytest.UsageError(f"{item.nodeid}: {problem}")
 
 
 def _misuse(item: pytest.Item, mark: pytest.Mark) -> str:
@@ -169,8 +165,8 @@ def _misuse(item: pytest.Item, mark: pytest.Mark) -> str:
     if not isinstance(item, pytest.Function) or _is_unittest(item):
         return (
             "the mark idempotent works on test functions and on methods of plain classes, and this is none "
-            f"({type(item).__name__}), so it would not be checked. In a unittest.TestCase write: with retrychaos.Chaos() "
-            "as chaos: chaos.check(job, ...)."
+            f"({type(item).__name__}), so it would not be checked. In a unittest.TestCase write: "
+            "with retrychaos.Chaos() as chaos: chaos.check(job, ...)."
         )
     if sum(each.name == _MARK for each in item.own_markers) > 1:
         return (
@@ -194,7 +190,7 @@ def _misuse(item: pytest.Item, mark: pytest.Mark) -> str:
 
 def _bare_misuse(item: pytest.Function, mark: pytest.Mark) -> str:
     if "args" in mark.kwargs or "kwargs" in mark.kwargs:
-        return "args and kwargs are for a job that the mark names; a bare mark checks the test itself, with its fixtures."
+        return "args and kwargs are for a job that the mark names; a bare mark checks the test with its fixtures."
     if hasattr(item.obj, "hypothesis"):
         return (
             "a bare mark idempotent would make Hypothesis' whole search the job. Use the fixture, so that each example "
@@ -254,9 +250,9 @@ def _check_named(item: pytest.Function, mark: pytest.Mark, checker: Chaos) -> No
     args = _arranged(item, mark.kwargs.get("args", ()))
     kwargs = _arranged(item, mark.kwargs.get("kwargs") or {})
     if not isinstance(args, tuple | list):
-        raise Misuse(f"{item.nodeid}: args must be a tuple, not {args!r}. Write args=({args!r},).")
+        raise pytest.UsageError(f"{item.nodeid}: args must be a tuple, not {args!r}. Write args=({args!r},).")
     if not isinstance(kwargs, dict):
-        raise Misuse(f"{item.nodeid}: kwargs must be a dict, not {kwargs!r}. Write kwargs={{'name': value}}.")
+        raise pytest.UsageError(f"{item.nodeid}: kwargs must be a dict, not {kwargs!r}. Write kwargs={{'name': 1}}.")
     checker.check(_job_of(mark), *args, **kwargs)
 
 
@@ -268,7 +264,7 @@ def _arranged(item: pytest.Function, value: Any) -> Any:
     names = list(inspect.signature(value).parameters)
     missing = [name for name in names if name not in item.funcargs]
     if missing:
-        raise Misuse(
+        raise pytest.UsageError(
             f"{item.nodeid}: args of the mark idempotent wants the fixtures {missing}, which the test does not use. "
             f"Add them to the test's parameters; it has {sorted(item.funcargs)}."
         )
@@ -299,10 +295,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if made is not None and made.reports:
         _record(item, made.reports)
     report = yield
-    error = call.excinfo.value if call.excinfo is not None else None
-    if isinstance(error, Misuse) or type(error).__module__ == "retrychaos.model.errors":
+    if call.excinfo is not None and _is_ours(call.excinfo):
         _shorten(report, item, call.excinfo)
     return report
+
+
+def _is_ours(excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+    error = excinfo.value
+    if isinstance(error, pytest.UsageError):
+        return str(excinfo.traceback[-1].path) == __file__
+    return type(error).__module__ == "retrychaos.model.errors"
 
 
 def _shorten(report: Any, item: pytest.Item, excinfo: Any) -> None:
@@ -310,8 +312,9 @@ def _shorten(report: Any, item: pytest.Item, excinfo: Any) -> None:
     error = excinfo.value
     short = excinfo.getrepr(style="value", chain=False)
     own = [entry for entry in excinfo.traceback if str(entry.path) == str(item.path)]
-    where = f"{item.location[0]}:{own[-1].lineno + 1}: " if own else ""
-    text = "\n".join([f"{where}{error}", *getattr(error, "__notes__", ())])
+    line = own[-1].lineno if own else item.location[1]
+    where = item.location[0] if line is None else f"{item.location[0]}:{line + 1}"
+    text = "\n".join([f"{where}: {error}", *getattr(error, "__notes__", ())])
     short.reprtraceback.reprentries[-1].lines = text.splitlines()
     if short.reprcrash is not None:
         short.reprcrash.message = str(error)

@@ -268,7 +268,7 @@ class _Delivery:
 
     def sleep(self, seconds: float) -> None:
         """Virtual sleep. Waiting for something that cannot happen otherwise goes on to the next expiry."""
-        before = self._facts
+        before = len(self._changes)
         with self._lock:
             if self.fence is not None:
                 raise self.fence
@@ -277,7 +277,7 @@ class _Delivery:
             if self._order.traced:
                 step = replace(step, site=user_site(sys._getframe(2)))
             self._steps.append(step)
-            self._idle = self._idle + 1 if self._facts is before else 0
+            self._idle = self._idle + 1 if len(self._changes) == before else 0
             if len(self._steps) >= MAX_STEPS:
                 self._give_up("hung")
             if self._idle >= IDLE_SLEEPS:
@@ -310,7 +310,8 @@ class _Delivery:
         """A resource that is new here was until now in the state in which it was found."""
         known = {**self._world.found_facts, **self._facts}
         changed = any(known[name] is not version for name, version in facts.items())
-        self._facts = {**known, **facts}
+        if changed or not facts.keys() <= self._facts.keys():
+            self._facts = {**known, **facts}
         if changed:
             self._note_change()
 

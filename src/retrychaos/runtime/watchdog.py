@@ -24,10 +24,11 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.expired = False
-        self._timer: threading.Timer | None = None
         self._handler: Any = None
         self._signals = False
         self._armed = False
+        self._helper: threading.Thread | None = None
+        self._done = threading.Event()
 
     def arm(self, seconds: float) -> None:
         self.expired = False
@@ -38,33 +39,43 @@ class Watchdog:
             self._handler = signal.signal(signal.SIGALRM, self._on_signal)
             signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)
         else:
-            self._start_thread(threading.get_ident(), seconds)
+            self._done.clear()
+            arguments = (threading.get_ident(), seconds)
+            self._helper = threading.Thread(target=self._watch, args=arguments, name="retrychaos-watchdog", daemon=True)
+            self._helper.start()
 
     def disarm(self) -> None:
+        """No Stopped comes any more after this."""
         if not self._armed:
             return
         self._armed = False
         if self._signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._handler)
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()
-            self._timer = None
+            return
+        while self._helper is not None:
+            try:
+                self._done.set()
+                self._helper.join()
+                self._helper = None
+                _raise_in(threading.get_ident(), None)
+            except Stopped:  # one that was on its way
+                continue
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._armed:
             self.expired = True
             raise Stopped
 
-    def _start_thread(self, thread: int, seconds: float) -> None:
-        def bark() -> None:
-            if self._armed:
-                self.expired = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
-                self._start_thread(thread, _EVERY)
+    def _watch(self, thread: int, seconds: float) -> None:
+        wait = seconds
+        while not self._done.wait(wait):
+            self.expired = True
+            _raise_in(thread, Stopped)
+            wait = _EVERY
 
-        self._timer = threading.Timer(seconds, bark)
-        self._timer.name = "retrychaos-watchdog"
-        self._timer.daemon = True
-        self._timer.start()
+
+def _raise_in(thread: int, what: type[BaseException] | None) -> None:
+    """Raise an exception in another thread; None takes back one that has not been raised yet."""
+    target = ctypes.py_object(what) if what is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)

@@ -204,6 +204,7 @@ class SqlSource:
             if found is None:
                 return None
         if connection.in_transaction() and connection not in self._begun:
+            found[1].inherited = True
             self._stage.refuse(WorldError(f"{found[0].label}: {_why_open(connection)}"))
         self._used.add(connection)
         return found

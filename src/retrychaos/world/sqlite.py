@@ -12,7 +12,7 @@ import gc
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,14 @@ _READS = frozenset({"SELECT", "VALUES", "EXPLAIN"})
 class Effect:
     """What a statement may write, as its bytecode says.
 
-    tables: names, or None for "anything". generates: tables in which it draws row ids itself. fires: it runs
-    subprograms (triggers, foreign key actions). ends: it may end a transaction.
+    tables: names, or None for "anything". generates: tables in which it draws row ids itself. given: tables in which
+    it may take row ids from the statement. fires: it runs subprograms (triggers, foreign key actions). ends: it may end
+    a transaction.
     """
 
     tables: frozenset[str] | None = frozenset()
     generates: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
     fires: bool = False
     ends: bool = False
 
@@ -193,6 +195,30 @@ class SqliteDatabase:
     def shift(self, seconds: float) -> None:
         """SQLite has no clock of its own: its functions are overridden."""
 
+    def shift_ids(self, by: int) -> None:
+        """Let AUTOINCREMENT tables draw other ids, disjoint per table, as a busy database would have."""
+        names = [name for name, table in self._tables.items() if table.autoincrement]
+        if not names:
+            return
+        self._altered = True
+        with _Quiet(self.stage):
+            try:
+                self._shift(names, by)
+            except sqlite3.OperationalError as problem:
+                self._clear_the_way(problem)
+                self._shift(names, by)
+        self._mark()
+
+    def _shift(self, names: Sequence[str], by: int) -> None:
+        for number, name in enumerate(sorted(names), start=1):
+            row = self._writer.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                self._writer.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, by * number))
+            else:
+                shifted = (row[0] + by * number, name)
+                self._writer.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", shifted)
+        self._writer.commit()
+
     def distrust(self) -> None:
         self._altered = True
 
@@ -205,41 +231,25 @@ class SqliteDatabase:
                 with contextlib.suppress(sqlite3.Error):
                     connection.close()
 
-    def shift_ids(self, by: int) -> None:
-        """Let AUTOINCREMENT tables draw other ids, disjoint per table, as a busy database would have."""
-        names = [name for name, table in self._tables.items() if table.autoincrement]
-        if not names:
-            return
-        self._altered = True
-        with _Quiet(self.stage):
-            for number, name in enumerate(sorted(names), start=1):
-                row = self._reader.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (name,)).fetchone()
-                if row is None:
-                    self._reader.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, by * number))
-                else:
-                    shifted = (row[0] + by * number, name)
-                    self._reader.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", shifted)
-            self._reader.commit()
-        self._mark()
-
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _update(self, done: Iterable[Effect]) -> None:
         tables: set[str] | None = set()
-        generating: dict[str, bool] = {}
+        generating: set[str] = set()
+        given: set[str] = set()
         for effect in done:
             if effect.tables is None:
                 tables = None
             elif tables is not None:
                 tables |= effect.tables
-            for name in effect.tables or ():
-                generating[name] = generating.get(name, True) and name in effect.generates
+            generating |= effect.generates
+            given |= effect.given
         if tables is None:
             self._read_schema()
-        self.version = self._read(tables, generating)
+        self.version = self._read(tables, generating - given)
         self._mark()
 
-    def _read(self, names: set[str] | None, generating: dict[str, bool] | None = None) -> Version:
+    def _read(self, names: set[str] | None, generating: Set[str] = frozenset()) -> Version:
         """The committed state; only the tables in `names` are read again (None: all of them)."""
         old = self.version.relations
         new = dict(old)
@@ -255,8 +265,7 @@ class SqliteDatabase:
             rows = self._shared(name, self._execute(table.select))
             before = old.get(name)
             if before is None or before.rows != rows or before.columns != table.columns:
-                fresh = generating is not None and generating.get(name, False)
-                new[name] = _relation(name, table, rows, before, fresh)
+                new[name] = _relation(name, table, rows, before, name in generating)
         same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
         return self.version if same else Version(new)
 
@@ -330,7 +339,6 @@ class SqliteDatabase:
                 # Not visible from here (a table of an open transaction, a temporary table): expect anything.
                 return Effect(tables=None, ends=True)
         tables: set[str] = set()
-        generates: set[str] = set()
         explicit: set[tuple[str, int]] = set()
         drawn: set[tuple[str, int]] = set()
         cursors: dict[int, str] = {}
@@ -353,9 +361,9 @@ class SqliteDatabase:
             elif code == "MustBeInt":
                 explicit |= {(owner, p1) for owner in cursors.values()}
         generates = {owner for owner, register in drawn if (owner, register) not in explicit}
-        return Effect(
-            frozenset(tables), frozenset(generates), "Program" in codes, bool(codes & {"AutoCommit", "Savepoint"})
-        )
+        given = {owner for owner, register in drawn if (owner, register) in explicit}
+        ends = bool(codes & {"AutoCommit", "Savepoint"})
+        return Effect(frozenset(tables), frozenset(generates), frozenset(given), "Program" in codes, ends)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
