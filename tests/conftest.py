@@ -86,6 +86,7 @@ _CLASSES: tuple[type, ...] = (
     DefaultDialect,
 )
 _DISPATCHERS: tuple[type, ...] = (Engine, Pool, DefaultDialect, Session)
+_SIGNALS = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
 _COMES_AND_GOES = frozenset({"__warningregistry__", "tempdir", "_name_sequence", "_", "__builtins__"})
 
 Names: TypeAlias = dict[str, Any]
@@ -102,9 +103,7 @@ class Witness:
         self.code = [(function, function.__code__) for function in functions if isinstance(function, FunctionType)]
         self.listeners = _listeners()
         self.borrowed = _borrowed()
-        self.signals = {
-            number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        }
+        self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
         self.timer = signal.getitimer(signal.ITIMER_REAL)
         self.traces = (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())
         self.hooks = (sys.excepthook, sys.unraisablehook, threading.excepthook)
@@ -160,7 +159,7 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def contents(engine: Engine) -> list[str]:
-    """Everything in a SQLite file: schema, rows, counters, header; read past the engine. A database in memory: through it."""
+    """Everything in a SQLite database: schema, rows, counters, header; that of a file read past the engine."""
     if engine.url.database is None or ":memory:" in engine.url.database:
         with engine.connect() as connection:
             raw = connection.connection.dbapi_connection
@@ -261,6 +260,9 @@ class Shop:
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         with self.engine.connect() as connection:
             return [tuple(row) for row in connection.execute(text(sql))]
+
+    def contents(self) -> list[str]:
+        return contents(self.engine)
 
     @property
     def payments(self) -> int:

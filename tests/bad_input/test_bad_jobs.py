@@ -50,7 +50,7 @@ def test_a_job_that_exits_has_failed(shop: Any, chaos: Any, untouched: Any) -> N
         sys.exit(3)
 
     with untouched(shop.engine):
-        with pytest.raises(BaselineError, match="failed in the clean run.*SystemExit: 3"):
+        with pytest.raises(BaselineError, match=r"failed in the clean run.*SystemExit: 3"):
             chaos.check(leaves, 1)
 
 
@@ -330,7 +330,9 @@ def test_a_read_only_file(tmp_path: Path, shop: Any, chaos: Any, untouched: Any)
     engine.dispose()
 
 
-def test_reading_through_a_read_only_engine_is_no_obstacle(tmp_path: Path, shop: Any, chaos: Any, untouched: Any) -> None:
+def test_reading_through_a_read_only_engine_is_no_obstacle(
+    tmp_path: Path, shop: Any, chaos: Any, untouched: Any
+) -> None:
     """Two engines on one file, the first to be seen a read-only one: a correct job is not refused."""
     replica = create_engine(f"sqlite:///file:{tmp_path / 'shop.db'}?mode=ro&uri=true")
 

@@ -98,7 +98,7 @@ def test_ctrl_c_in_the_middle_of_a_step(
     delivery: int, name: str, shop: Any, chaos: retrychaos.Chaos, untouched: Any
 ) -> None:
     interrupt = Interrupter(delivery, KeyboardInterrupt())
-    event.listen(shop.engine, name, lambda *args: interrupt())
+    event.listen(shop.engine, name, lambda *_: interrupt())
     with untouched(shop.engine):
         with pytest.raises(KeyboardInterrupt):
             chaos.check(shop.pay, 1)
@@ -312,17 +312,16 @@ def test_the_witness_sees_what_is_left(tmp_path: Path, shop: Any, untouched: Any
 
     def leave_patch() -> Callable[[], None]:
         real = time.sleep
-        time.sleep = lambda seconds: None
+        time.sleep = lambda _: None
         return lambda: setattr(time, "sleep", real)
 
     def leave_method() -> Callable[[], None]:
-        real = fakeredis.FakeRedis.get
-        fakeredis.FakeRedis.get = lambda self, name: None
-        return lambda: (delattr if "get" not in real.__qualname__ else setattr)(fakeredis.FakeRedis, "get", real)
+        fakeredis.FakeRedis.get = lambda *_: None
+        return lambda: delattr(fakeredis.FakeRedis, "get")
 
     def leave_code() -> Callable[[], None]:
         real = notify.__code__
-        notify.__code__ = (lambda address: "").__code__
+        notify.__code__ = (lambda _: "").__code__
         return lambda: setattr(notify, "__code__", real)
 
     def leave_listener() -> Callable[[], None]:

@@ -67,6 +67,8 @@ class Form:
     names: tuple[Name, ...]
     local: int
     """Hash of the row if its names occur nowhere else: template and which of its names are equal."""
+    view: View
+    """The template, column by column."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +97,8 @@ class Canon:
         self._rows: dict[Place, dict[Row, Form]] = defaultdict(dict)
         self._shapes: dict[int, tuple[Relation, _Shape]] = {}
         self._held = 0
+        self._marks: dict[tuple[tuple[str, tuple[Relation, ...]], ...], bytes] = {}
+        """Fingerprints known already, by the relations that they are of."""
         self._caps: dict[Place, Counter[Template]] = {}
         self._blind: tuple[str, ...] = ()
         self.neutral = neutral
@@ -104,7 +108,14 @@ class Canon:
 
     def fingerprint(self, facts: Facts) -> bytes:
         """Equal for two states if and only if they are the same after renaming (up to hash collisions)."""
-        self._note_ids(facts)
+        key = tuple([(resource, tuple(version.relations.values())) for resource, version in facts.items()])
+        mark = self._marks.get(key)
+        if mark is None:
+            self._note_ids(facts)
+            mark = self._marks[key] = self._fingerprint(facts)
+        return mark
+
+    def _fingerprint(self, facts: Facts) -> bytes:
         total = 0
         shared: Counter[Name] = Counter()
         shapes: list[tuple[Place, _Shape]] = []
@@ -132,11 +143,14 @@ class Canon:
     def cap(self, place: Place, counts: Counter[Template]) -> None:
         """More of these rows than `counts` make no difference (a tolerated effect that nobody can read back)."""
         self._caps[place] = counts
+        self._marks.clear()
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def learn(self, place: Place, one: Relation, other: Relation) -> bool:
         """Two clean runs left these at the same boundary: what differs is volatile. Was anything new?"""
+        if one is other:
+            return False
         left = Counter(self._form(place, one, row).template for row in one.rows)
         right = Counter(self._form(place, other, row).template for row in other.rows)
         only_left, only_right = list((left - right).elements()), list((right - left).elements())
@@ -174,6 +188,7 @@ class Canon:
     def _forget(self) -> None:
         self._rows.clear()
         self._shapes.clear()
+        self._marks.clear()
 
     # -- forms ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class Canon:
         return form
 
     def _make(self, place: Place, relation: Relation, row: Row) -> Form:
-        leaves, names, _ = self._take_apart(place, relation, row)
+        leaves, names, starts = self._take_apart(place, relation, row)
         template = tuple(leaves)
         for positions, known in self._patterns[place].items():
             if max(positions, default=-1) < len(template) and _blank(template, positions) in known:
@@ -244,7 +259,8 @@ class Canon:
         ordered = tuple(name for _, name in sorted(names, key=lambda item: item[0]))
         seen: dict[Name, int] = {}
         pattern = tuple(seen.setdefault(name, len(seen)) for name in ordered)
-        return Form(template, ordered, _hash((place, template, pattern)))
+        view = tuple(template[start:end] for start, end in pairwise([*starts, len(template)]))
+        return Form(template, ordered, _hash((place, template, pattern)), view)
 
     def _take_apart(
         self, place: Place, relation: Relation, row: Row
@@ -270,9 +286,7 @@ class Canon:
 
     def view(self, place: Place, relation: Relation, row: Row) -> View:
         """The template of a row, column by column."""
-        template = self._form(place, relation, row).template
-        starts = [*self._take_apart(place, relation, row)[2], len(template)]
-        return tuple(template[start:end] for start, end in pairwise(starts))
+        return self._form(place, relation, row).view
 
     def judging(self, ignored: Sequence[str]) -> Canon:
         """The same eyes, but blind to the cells that the user declared volatile.
@@ -285,6 +299,7 @@ class Canon:
         other._blind = tuple(ignored)
         other._rows = defaultdict(dict)
         other._shapes = {}
+        other._marks = {}
         return other
 
     def ignores(self, place: Place) -> bool:

@@ -294,7 +294,10 @@ def _ledger(baseline: Baseline) -> Ledger:
     rows: dict[str, dict[str, int]] = {}
     judge = baseline.judge
     for resource, version in baseline.run.facts.items():
+        found = judge.canon.neutral.get(resource)
         for name, relation in version.relations.items():
+            if found is not None and found.relations.get(name) is relation:
+                continue  # the job has left it alone
             for row in relation.rows:
                 view = judge.canon.view((resource, name), relation, row)
                 counted = rows.setdefault(effect_of(relation, view), {})

@@ -59,12 +59,8 @@ class Judge:
         self.tolerated: set[str] = set()
         """Patterns that were needed."""
         self._mark = canon.fingerprint(baseline)
-        self._path: dict[Place, Counter[View]] = {}
-        for facts in path:
-            for place, relation in self._relations(facts):
-                seen = self._path.setdefault(place, Counter())
-                seen |= self.rows(place, relation).counts
-                self._path[place] = seen
+        self._path = path
+        self._seen: dict[Place, Counter[View]] = {}
 
     def judge(self, facts: Facts, elapsed: float = 0.0) -> Deviation | None:
         """None if the ledger is that of the clean run.
@@ -121,7 +117,16 @@ class Judge:
 
     def on_path(self, place: Place) -> Counter[View]:
         """How often each row was there at most, on the way of the clean run."""
-        return self._path.get(place, Counter())
+        seen = self._seen.get(place)
+        if seen is None:
+            resource, name = place
+            versions = [facts[resource] for facts in self._path if resource in facts]
+            relations = {version.relations[name] for version in versions if name in version.relations}
+            seen = Counter()
+            for relation in relations:
+                seen |= self.rows(place, relation).counts
+            self._seen[place] = seen
+        return seen
 
     def _without(self, facts: Facts, forgiven: Mapping[Place, Counter[View]]) -> Facts:
         """The facts without rows that make no difference."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -58,7 +59,7 @@ def from_text(name: str, text: str) -> Any:
         return text.strip()
     try:
         return text.strip() if name == "crashes" and text.strip() == "any" else _number(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise OptionError(f"option {name!r} does not take {text!r}: {_EXPECTED[name]}.") from None
 
 
@@ -103,7 +104,7 @@ def _off(value: Any) -> bool:
 
 
 def _budget(value: Any) -> float:
-    if _is_number(value) and value > 0:
+    if _is_number(value) and 0 < value < math.inf:
         return float(value)
     raise ValueError
 

@@ -72,19 +72,24 @@ def _fork() -> int:
 
 
 def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
-    while (data := _read(requests, None)) is not None:
-        child = _fork()
+    data: bytes | None = None
+    while True:
+        child = _fork()  # the first one before it is asked, so that nobody waits for the fork
         if child == 0:
             code = 1
             try:
-                os.close(requests)
-                _write(replies, _answer(serve, data))
+                data = data or _read(requests, None)
+                if data is not None:
+                    _write(replies, _answer(serve, data))
                 code = 0
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         if status:
             _write(replies, pickle.dumps((False, f"a forked delivery died (status {status})")))
+        data = _read(requests, None)
+        if data is None:
+            return
 
 
 def _answer(serve: Callable[[Any], Any], data: bytes) -> bytes:

@@ -156,6 +156,7 @@ class Escapes:
             self.calls.entering.append(self._before_declared)
             self.calls.leaving.append(self._after_declared)
         self._patch_sockets()
+        self._look_at_handles()  # before the first fork, so that a child need not look for streams again
         self._outer, _active = _active, self
 
     def uninstall(self) -> None:
@@ -386,7 +387,8 @@ class Escapes:
         }
         if fresh:
             self._buffers.update({(fd, file): [] for fd, file in fresh.items()})
-            for fd, stream in _streams(fresh):
+            harmless = self._harmless_files()  # what goes there is never judged
+            for fd, stream in _streams({fd: file for fd, file in fresh.items() if file not in harmless}):
                 self._buffers[fd, fresh[fd]].append(weakref.ref(stream))
         for fd, handle in handles.items():
             if self._flush(fd, handle):
@@ -756,6 +758,8 @@ def _is_sqlite(fd: int, path: str) -> bool:
 
 def _streams(wanted: Mapping[int, object]) -> Iterator[tuple[int, Any]]:
     """Python files with a buffer on one of the `wanted` descriptors. Slow: looks at every object there is."""
+    if not wanted:
+        return
     kinds = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
     for candidate in gc.get_objects():
         if type(candidate) in kinds:

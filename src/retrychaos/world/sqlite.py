@@ -22,6 +22,8 @@ from retrychaos.world.resource import Blob, Stage
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DDL = frozenset({"ParseSchema", "SetCookie", "Destroy", "DropTable", "CreateBtree", "VUpdate", "VCreate", "VDestroy"})
+_MOST_ROWS = 500_000
+"""Rows of relations that are kept for the case that the same state is read again."""
 _READS = frozenset({"SELECT", "VALUES", "EXPLAIN"})
 
 
@@ -98,6 +100,9 @@ class SqliteDatabase:
         self._roots: dict[int, str] = {}
         self._saved: tuple[Version, Blob] | None = None
         self._known: dict[str, dict[Row, Row]] = {}
+        self._made: dict[tuple[Relation | None, tuple[Row, ...], bool], Relation] = {}
+        """Relations by what they were made from: many deliveries reach the same state."""
+        self._held = 0
         self._seen = -1
         self._altered = False
         self._explained = 0
@@ -265,9 +270,23 @@ class SqliteDatabase:
             rows = self._shared(name, self._execute(table.select))
             before = old.get(name)
             if before is None or before.rows != rows or before.columns != table.columns:
-                new[name] = _relation(name, table, rows, before, name in generating)
+                new[name] = self._relation(name, table, rows, before, name in generating)
         same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
         return self.version if same else Version(new)
+
+    def _relation(
+        self, name: str, table: _Table, rows: tuple[Row, ...], before: Relation | None, fresh: bool
+    ) -> Relation:
+        """The same object for the same rows: what is worked out for a relation (form, hash) is then found again."""
+        key = (before, rows, fresh)
+        made = self._made.get(key)
+        if made is None or made.name != name:
+            self._held += len(rows)
+            if self._held > _MOST_ROWS:
+                self._made.clear()
+                self._held = len(rows)
+            made = self._made[key] = _relation(name, table, rows, before, fresh)
+        return made
 
     def _shared(self, name: str, rows: list[Row]) -> tuple[Row, ...]:
         """Rows that were read before are the same objects: a thousand versions of a big table must fit in memory."""
@@ -292,6 +311,8 @@ class SqliteDatabase:
 
     def _read_schema(self) -> None:
         self._effects.clear()
+        self._made.clear()
+        self._held = 0
         self._roots = {}
         self._tables = {}
         for name, sql, root in self._execute("SELECT name, sql, rootpage FROM sqlite_master WHERE type = 'table'"):
