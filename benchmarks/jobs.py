@@ -32,10 +32,7 @@ class Archive(Base):
 
 def open_database(path: str | None, archived: int = 0) -> Engine:
     """An engine on a new database with the tables, and that many rows of 100 bytes; in memory if `path` is None."""
-    if path is None:
-        engine = create_engine("sqlite://", poolclass=StaticPool)
-    else:
-        engine = create_engine(f"sqlite:///{path}")
+    engine = create_engine("sqlite://", poolclass=StaticPool) if path is None else create_engine(f"sqlite:///{path}")
     Base.metadata.create_all(engine)
     if archived:
         with engine.begin() as connection:
@@ -69,7 +66,8 @@ def catch_up(engine: Engine, items: int) -> None:
     with Session(engine) as session:
         done = session.scalar(select(func.count()).select_from(Sent)) or 0
         if done:
-            session.add_all(Sent(item=item) for item in range(done, items))
+            if done < items:
+                session.execute(insert(Sent), [{"item": item} for item in range(done, items)])
             session.commit()
             return
         for item in range(items):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import os
+import secrets
 import shutil
 import tempfile
 import warnings
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from retrychaos.explore.check import Check
 from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError
 from retrychaos.model.options import Options
+from retrychaos.model.plan import Leg, Plan
 from retrychaos.model.report import INCONCLUSIVE, Report, Run
 from retrychaos.report.text import full_text
 from retrychaos.runtime.chance import Chance
@@ -45,8 +48,8 @@ class Chaos:
         self.options = Options().with_changes(options)
         self.replay: str | None = None
         """A token: check() and explore() then perform only that plan."""
-        self.before_replay: Callable[[str], None] | None = None
-        """Called with the job's name before that; may raise, to pass over jobs that the token does not belong to."""
+        self.belongs: Callable[[str], bool] | None = None
+        """Does the token belong to the job of that name? A job of another name is delivered once, without faults."""
         self.reports: list[Report] = []
         """Every report so far, of this object and of those made from it with other options."""
         self.streams: list[Any] = []
@@ -121,7 +124,7 @@ class Chaos:
         report = self._explore(name, job, args, kwargs)
         if not report.ok:
             raise IdempotencyError(full_text(report), report)
-        if report.verdict == INCONCLUSIVE:
+        if report.verdict == INCONCLUSIVE and self.replay is None:
             warnings.warn(f"{name}: {report.stop_reason}", ChaosWarning, stacklevel=3)
         for warning in report.warnings:
             warnings.warn(f"{name}: {warning}", ChaosWarning, stacklevel=3)
@@ -129,8 +132,9 @@ class Chaos:
 
     def _explore(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
         if self.replay is not None:
-            if self.before_replay is not None:
-                self.before_replay(name)
+            if self.belongs is not None and not self.belongs(name):
+                plain = Plan(name, (Leg(),))
+                return _report_of(name, self._run(name, job, args, kwargs, plain.token))
             replayed = _report_of(name, self._run(name, job, args, kwargs, self.replay))
             self.reports.append(replayed)
             return replayed
@@ -236,14 +240,15 @@ class _Embedded:
     """Databases of one test, made when asked for."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        # Named before any check, so that a job that asks for the database first finds the same in every process.
+        self._folder = Path(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{secrets.token_hex(8)}")
         self._closers: list[Callable[[], None]] = []
 
     @functools.cached_property
     def sql(self) -> Engine:
         from sqlalchemy import create_engine
 
-        self._folder = Path(tempfile.mkdtemp(prefix="retrychaos-"))
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         engine = create_engine(f"sqlite:///{self._folder / 'chaos.db'}")
         self._closers.append(engine.dispose)
         return engine
@@ -259,8 +264,7 @@ class _Embedded:
     def close(self) -> None:
         while self._closers:
             self._closers.pop()()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def job_name(job: Any) -> str:
@@ -284,14 +288,17 @@ def _refuse_misuse(job: Any) -> None:
 
 def _report_of(name: str, run: Run) -> Report:
     """A replay as a report, so that it is shown like a finding."""
-    from retrychaos.model.report import FAILED, PROVEN, Finding, Ledger
+    from retrychaos.model.report import FAILED, Finding, Ledger
 
+    only = "only the plan of a token was performed, and it shows no fault; run without --chaos-replay for a verdict"
     findings = () if run.ok else (Finding(run.kind, run.effect, run.plan, run.timeline, run.differences),)
     deliveries = len(run.timeline)
     return Report(
         job=name,
-        verdict=PROVEN if run.ok else FAILED,
-        guarantee=f"this plan only ({run.plan.token}): the ledger is that of a clean run" if run.ok else "none",
+        verdict=INCONCLUSIVE if run.ok else FAILED,
+        guarantee=f"none: {only}" if run.ok else "none",
+        stop_reason=only if run.ok else "",
+        budget_spent=run.ok,
         findings=findings,
         baseline=Ledger(),
         states=deliveries,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Generator, Iterator
@@ -64,7 +63,7 @@ def _check_settings(config: pytest.Config) -> None:
         return
     from retrychaos.model.errors import OptionError, PlanError
     from retrychaos.model.options import Options, from_text
-    from retrychaos.model.plan import parse
+    from retrychaos.model.plan import read
 
     for place, texts in (("in the ini file, chaos_{}", written), ("--chaos-{}", flags)):
         for name, text in texts.items():
@@ -74,10 +73,9 @@ def _check_settings(config: pytest.Config) -> None:
                 raise pytest.UsageError(f"{place.format(name)}: {problem}") from None
     if token is not None:
         try:
-            parse(token, "")
+            read(token)  # whose job it is, is a question for later
         except PlanError as problem:
-            if "belongs to another job" not in str(problem):  # which job is a question for later
-                raise pytest.UsageError(f"--chaos-replay: {problem}") from None
+            raise pytest.UsageError(f"--chaos-replay: {problem}") from None
 
 
 def _ini_text(config: pytest.Config, name: str) -> str | None:
@@ -121,17 +119,38 @@ def _make(item: pytest.Item) -> Chaos:
     except OptionError as problem:
         raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
     made.replay = config.getoption("chaos_replay")
-    made.before_replay = functools.partial(_pass_over_others, made.replay)
+    if made.replay is not None:
+        made.belongs = item.stash[_sought] = _Sought(made.replay)
     return made
 
 
-def _pass_over_others(token: str, job: str) -> None:
-    """A token belongs to one job; with the flag a run replays that one, and shows which it left out."""
-    __tracebackhide__ = True
-    from retrychaos.model.plan import job_mark
+class _Sought:
+    """With --chaos-replay: which job a token belongs to, and whether a test has come to it."""
 
-    if token.split(".")[1] != job_mark(job):
-        pytest.skip(f"--chaos-replay: the token belongs to another job than {job}")
+    def __init__(self, token: str) -> None:
+        self._mark = token.split(".")[1]
+        self.found = False
+        self.others: list[str] = []
+
+    def __call__(self, job: str) -> bool:
+        from retrychaos.model.plan import job_mark
+
+        mine = job_mark(job) == self._mark
+        self.found = self.found or mine
+        if not mine:
+            self.others.append(job)
+        return mine
+
+
+_sought: pytest.StashKey[_Sought] = pytest.StashKey()
+
+
+def _skip_if_other(item: pytest.Item) -> None:
+    """A test that checks only other jobs than that of the token has shown nothing, whether it passed or failed."""
+    __tracebackhide__ = True
+    sought = item.stash.get(_sought, None)
+    if sought is not None and sought.others and not sought.found:
+        pytest.skip(f"--chaos-replay: the token belongs to another job than {', '.join(dict.fromkeys(sought.others))}")
 
 
 # -- marker ---------------------------------------------------------------------------------------------------------
@@ -223,22 +242,27 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     """A mark that names a job checks it before the body runs; a bare mark makes the body the job."""
     __tracebackhide__ = True
     mark = pyfuncitem.get_closest_marker(_MARK)
-    if mark is None:
-        return (yield)
     own = pyfuncitem.stash.get(_chaos, None)
-    checker = own or _make(pyfuncitem)
+    checker = own
     try:
-        if _job_of(mark) is not None:
-            _check_named(pyfuncitem, mark, checker)
-            return (yield)
-        _check_body(pyfuncitem, checker)
-        # The check has run the body; the hook's other implementations must not run it again.
-        pyfuncitem.obj = _done
-        return (yield)
+        if mark is not None:
+            checker = own or _make(pyfuncitem)
+            if _job_of(mark) is not None:
+                _check_named(pyfuncitem, mark, checker)
+            else:
+                _check_body(pyfuncitem, checker)
+                # The check has run the body; the hook's other implementations must not run it again.
+                pyfuncitem.obj = _done
+        result = yield
+    except (Exception, pytest.fail.Exception):
+        _skip_if_other(pyfuncitem)
+        raise
     finally:
-        if own is None:
+        if own is None and checker is not None:
             _record(pyfuncitem, checker.reports)
             checker.close()
+    _skip_if_other(pyfuncitem)
+    return result
 
 
 def _done(**funcargs: Any) -> None:
@@ -342,8 +366,7 @@ class _Replayed:
             terminalreporter.section("retrychaos", red=True)
             terminalreporter.write_line(
                 f"--chaos-replay {self._config.getoption('chaos_replay')}: no test of this run checks the job of that "
-                "token. Run the test that the token came from; where a test checks several jobs, use "
-                "chaos.run(job, *args, plan=TOKEN)."
+                "token. Run the test that the token came from."
             )
 
 

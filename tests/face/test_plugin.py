@@ -706,6 +706,27 @@ def test_a_token_of_a_job_that_has_changed_since(tester: pytest.Pytester) -> Non
     assert "The job or its data has changed; run the check again." in text_of(result)
 
 
+def test_a_token_of_the_second_job_of_a_test(tester: pytest.Pytester) -> None:
+    tester.makepyfile(
+        """
+        import shop
+
+        def test_both(chaos, order):
+            assert chaos.check(shop.good, order).ok
+            assert shop.rows("SELECT order_id FROM payments") == [(1,)]
+            chaos.check(shop.bad, 2)
+
+        def test_other(chaos):
+            chaos.check(shop.good, 1)
+            raise RuntimeError("it tells nothing about the token")
+        """
+    )
+    token = token_in(tester.runpytest("-p", "no:randomly"))
+    result = tester.runpytest("-p", "no:randomly", "--chaos-replay", token)
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*.py:6: shop.bad is not idempotent", f"  replay: pytest --chaos-replay {token}"])
+
+
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
 def test_a_token_that_no_test_belongs_to_is_no_success(workers: list[str], tester: pytest.Pytester) -> None:
     tester.makepyfile(CHECKS)

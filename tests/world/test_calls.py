@@ -698,7 +698,7 @@ def test_a_failed_install_leaves_nothing_behind(rig: Rig, monkeypatch: pytest.Mo
     code = charge.__code__
     rig.watch(HERE, "charge")
     rig.watch(os, "remove")
-    monkeypatch.setattr("retrychaos.world.calls._places", lambda wanted: 1 / 0)
+    monkeypatch.setattr("retrychaos.world.interception._places", lambda wanted: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rig.calls.install()
     monkeypatch.undo()

@@ -30,8 +30,9 @@ import pytest
 
 from retrychaos.model.step import Step
 from retrychaos.world.calls import Calls
-from retrychaos.world.escapes import Escapes, _peer_of
+from retrychaos.world.escapes import Escapes
 from retrychaos.world.sites import origin, shown, user_site
+from retrychaos.world.sockets import peer_of
 from retrychaos.world.world import World
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc/self/fd")
@@ -633,7 +634,7 @@ def test_claimed_names_are_looked_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_peers(address: Any, peer: Any) -> None:
-    assert _peer_of(address) == peer
+    assert peer_of(address) == peer
 
 
 @linux
@@ -668,7 +669,7 @@ def test_after_uninstall_nothing_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_the_hook_is_told_and_not_raised(rig: Rig, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("retrychaos.world.escapes._context", lambda frame, event: 1 / 0)
+    monkeypatch.setattr("retrychaos.world.escapes.context_of", lambda frame, event: 1 / 0)
     (doubt,) = rig.run(lambda: (tmp_path / "x").write_text("x"))
     assert "could not be watched for: open: ZeroDivisionError" in doubt
 

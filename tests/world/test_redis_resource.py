@@ -24,8 +24,10 @@ from redis_server import free_port, running_server
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Facts, Relation, Version
 from retrychaos.model.step import Step
-from retrychaos.world import redis as module
-from retrychaos.world.redis import Line, RedisServer, RedisSource
+from retrychaos.world.redis import RedisSource
+from retrychaos.world.redis_line import Line
+from retrychaos.world.redis_server import RedisServer
+from retrychaos.world.redis_servers import address_of_url
 from retrychaos.world.world import World
 
 
@@ -942,7 +944,7 @@ def test_a_declared_scratch_server_may_hold_something(real: Backend, suffix: str
     ],
 )
 def test_addresses_of_urls(url: str, address: str) -> None:
-    assert module.contents.address_of_url(url) == address
+    assert address_of_url(url) == address
 
 
 def test_asyncio_clients_are_refused(scene: Scene) -> None:
@@ -1055,7 +1057,7 @@ def test_a_damaged_look_into_fakeredis_falls_back_to_commands(monkeypatch: pytes
     def broken(value: Any) -> Any:
         raise AttributeError("another version of fakeredis")
 
-    monkeypatch.setattr(module, "_fake_value", broken)
+    monkeypatch.setattr("retrychaos.world.redis_fake._typed", broken)
     backend = Backend("fake", None)
     scene = Scene(backend)
     client = backend.client()

@@ -117,8 +117,11 @@ class Check:
                 baseline = replace(baseline, judge=judge)
                 continue
             break
-        if isinstance(runner, Here) and not spent and self._remembers(closure):
-            return self._close(self._fork(), None, _REMEMBERS)
+        try:
+            if isinstance(runner, Here) and not spent and self._remembers(closure):
+                return self._close(self._fork(), None, _REMEMBERS)
+        except OutOfBudget:
+            spent = True
         return self._report(runner, baseline, closure, spent, note)
 
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:

@@ -16,7 +16,7 @@ from retrychaos.explore.baseline import Baseline, relearn
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.runner import Runner
 from retrychaos.model.ledger import Facts
-from retrychaos.model.plan import Leg, Plan, step_mark
+from retrychaos.model.plan import Leg, Plan, steps_mark
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import LADDER, Change, Order, Outcome, keep_none
 from retrychaos.world.world import Saved
@@ -250,7 +250,7 @@ class Closure:
             self.bounded = True
             return None
         last = outcome.steps[boundary - 1] if boundary else None
-        leg = Leg(None, wait=wait) if nacked else Leg(boundary, step_mark(last) if last else "", wait)
+        leg = Leg(None, wait=wait) if nacked else Leg(boundary, steps_mark(outcome.steps[:boundary]), wait)
         place = _place(last, boundary)
         new = State(mark, change.saved, change.clock, state.deliveries + 1, crashes, state, leg, place)
         new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))

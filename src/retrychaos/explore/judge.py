@@ -59,6 +59,7 @@ class Judge:
         self.tolerated: set[str] = set()
         """Patterns that were needed."""
         self._mark = canon.fingerprint(baseline)
+        self._flaw = self._reused_key(baseline)
         self._path = path
         self._seen: dict[Place, Counter[View]] = {}
 
@@ -67,8 +68,8 @@ class Judge:
 
         elapsed: seconds on the clock since the first delivery began; what lives shorter may have ended meanwhile.
         """
-        if self.canon.fingerprint(facts) == self._mark and not self.tolerate:
-            return None
+        if self.canon.fingerprint(facts) == self._mark and (not self.tolerate or self._flaw):
+            return self._flaw
         facts = {**self.canon.neutral, **facts}
         found: list[_Found] = []
         fewer: dict[Place, Counter[View]] = {}
@@ -88,6 +89,25 @@ class Judge:
 
     def _expected(self, fewer: Mapping[Place, Counter[View]]) -> bytes:
         return self.canon.fingerprint(self._without(self.baseline, fewer)) if any(fewer.values()) else self._mark
+
+    def _reused_key(self, facts: Facts) -> Deviation | None:
+        """One key with several payloads, in the clean run already: a receiver that honours keys takes only the first."""
+        for place, relation in self._relations(facts):
+            if not relation.external or relation.columns[:1] != ("key",):
+                continue
+            rows = self.rows(place, relation)
+            by_key = Counter(rows.examples[view][0] for view in rows.counts)
+            key = next((key for key, payloads in by_key.items() if key is not None and payloads > 1), None)
+            if key is None:
+                continue
+            views = [view for view in rows.counts if rows.examples[view][0] == key]
+            lines = tuple(
+                Difference(effect_of(relation, view), self.describe(relation, rows.examples[view], view), 1, 1)
+                for view in views
+            )
+            reason = "one key with several payloads: a receiver that honours keys refuses or ignores all but the first"
+            return Deviation("changed", effect_of(relation, views[0]), lines, reason)
+        return None
 
     def excess(self, facts: Facts) -> bool:
         """An external effect too many: no later delivery can undo it."""
@@ -272,10 +292,10 @@ def _reuses_key(relation: Relation, view: View, expected: Iterable[View]) -> boo
 def _pairs(relation: Relation, missing: list[View], extra: list[View]) -> Iterator[tuple[View, View]]:
     """A row that is missing and one that is there instead: the same thing with another value."""
     options = sorted(
-        (sum(a != b for a, b in zip(old, new, strict=True)), i, j)
+        (distance, i, j)
         for i, old in enumerate(missing)
         for j, new in enumerate(extra)
-        if _same_thing(relation, old, new)
+        if (distance := _distance(relation, old, new)) is not None
     )
     used: tuple[set[int], set[int]] = (set(), set())
     for _, i, j in options:
@@ -285,11 +305,15 @@ def _pairs(relation: Relation, missing: list[View], extra: list[View]) -> Iterat
             yield missing[i], extra[j]
 
 
-def _same_thing(relation: Relation, old: View, new: View) -> bool:
+def _distance(relation: Relation, old: View, new: View) -> int | None:
+    """How far two rows are apart; None if they are not the same thing."""
+    apart = sum(a != b for a, b in zip(old, new, strict=True))
     if relation.ttl is not None:
-        return old[:3] == new[:3]  # key, type, field
+        return apart if old[:3] == new[:3] else None  # key, type, field
     drawn = any(isinstance(leaf, Hole) for index in relation.keys for leaf in old[index])
     if relation.keys and not drawn:
-        return all(old[index] == new[index] for index in relation.keys)
-    alike = sum(a == b for a, b in zip(old, new, strict=True))
-    return 2 * alike >= len(old)
+        if all(old[index] == new[index] for index in relation.keys):
+            return apart
+        rest = [index for index in range(len(old)) if index not in relation.keys]
+        return len(old) if all(old[index] == new[index] for index in rest) else None
+    return apart if 2 * apart <= len(old) else None

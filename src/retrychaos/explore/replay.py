@@ -8,7 +8,7 @@ from retrychaos.explore.closure import REDELIVERY_DELAY
 from retrychaos.explore.runner import Runner
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
-from retrychaos.model.plan import Plan, step_mark
+from retrychaos.model.plan import Plan, steps_mark
 from retrychaos.model.report import Delivery
 from retrychaos.runtime.delivery import Order, Outcome, keep_all
 from retrychaos.world.world import Saved
@@ -45,9 +45,7 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
             raise outcome.cause
         steps, end = outcome.steps, _ENDS[outcome.end]
         if leg.crash_after is not None:
-            if len(steps) < leg.crash_after or (
-                leg.crash_after and leg.last_step != step_mark(steps[leg.crash_after - 1])
-            ):
+            if len(steps) < leg.crash_after or leg.mark != steps_mark(steps[: leg.crash_after]):
                 raise PlanError(
                     f"the token no longer fits: delivery {number} should die after step {leg.crash_after}, but "
                     f"{_what(outcome, leg.crash_after)}. The job or its data has changed; run the check again."
@@ -74,4 +72,4 @@ def _state_at(outcome: Outcome, boundary: int, order: Order) -> tuple[Saved | No
 def _what(outcome: Outcome, boundary: int) -> str:
     if len(outcome.steps) < boundary:
         return f"it has only {len(outcome.steps)} steps now"
-    return f"step {boundary} is now {outcome.steps[boundary - 1].detail!r}"
+    return f"its steps up to there are others now; the last is {outcome.steps[boundary - 1].detail!r}"

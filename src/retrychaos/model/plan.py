@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retrychaos.model.errors import PlanError
@@ -18,12 +19,12 @@ class Leg:
     """One delivery of a plan.
 
     crash_after: the process dies after that many steps; None: the delivery runs to its end.
-    last_step: fingerprint of the step before the crash, to notice that the job has changed.
+    mark: fingerprint of the steps before the crash, to notice that the job has changed.
     wait: seconds by which the clock moves before the delivery, on top of the usual delay.
     """
 
     crash_after: int | None = None
-    last_step: str = ""
+    mark: str = ""
     wait: int = 0
 
 
@@ -55,13 +56,26 @@ def job_mark(job: str) -> str:
     return _digest(job, 4)
 
 
-def step_mark(step: Step) -> str:
-    """Tells steps apart in tokens: three hexadecimal digits. Where a database lies does not matter."""
-    return _digest(f"{step.kind} {step.text}", 2)[:3]
+def steps_mark(steps: Sequence[Step]) -> str:
+    """Tells deliveries apart in tokens, up to a crash: three hexadecimal digits. Where a database lies is no matter."""
+    return _digest(repr([(step.kind, step.text) for step in steps]), 2)[:3]
 
 
 def parse(token: str, job: str) -> Plan:
     """The plan behind a token. Raises PlanError if it is damaged, of another version, or of another job."""
+    legs = read(token)
+    if not belongs(token, job):
+        raise PlanError(f"{token!r} belongs to another job than {job}. Run it with the job of the report it came from.")
+    return Plan(job, legs)
+
+
+def belongs(token: str, job: str) -> bool:
+    """The token was made for that job."""
+    return token.strip().split(".")[1:2] == [job_mark(job)]
+
+
+def read(token: str) -> tuple[Leg, ...]:
+    """The deliveries of a token, of whatever job. Raises PlanError if it is damaged or of another version."""
     parts = token.strip().split(".")
     if not re.fullmatch(r"rc\d+", parts[0]):
         raise PlanError(f"{token!r} is not a token of retrychaos; tokens begin with {VERSION!r}. Copy the whole token.")
@@ -74,14 +88,12 @@ def parse(token: str, job: str) -> Plan:
     legs = [_LEG.match(part) for part in parts[2:-1]]
     if len(parts) < 4 or _digest(body, 2) != digest or not all(legs):
         raise PlanError(f"{token!r} is damaged: its checksum does not fit. Copy the whole token from the report.")
-    if parts[1] != job_mark(job):
-        raise PlanError(f"{token!r} belongs to another job than {job}. Run it with the job of the report it came from.")
-    return Plan(job, tuple(_read(leg) for leg in legs if leg))
+    return tuple(_read(leg) for leg in legs if leg)
 
 
 def _write(leg: Leg) -> str:
     wait = f"w{leg.wait}_" if leg.wait else ""
-    return wait + ("e" if leg.crash_after is None else f"c{leg.crash_after}{leg.last_step or '000'}")
+    return wait + ("e" if leg.crash_after is None else f"c{leg.crash_after}{leg.mark or '000'}")
 
 
 def _read(match: re.Match[str]) -> Leg:

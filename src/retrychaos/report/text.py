@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from retrychaos.model.report import FAILED, PROVEN, Delivery, Difference, Finding, Report
-from retrychaos.model.step import Step
+from retrychaos.model.step import Site
 
 _CAUSES = {
     "duplicated": "an effect happened more often than in the clean run",
@@ -14,7 +14,7 @@ _CAUSES = {
     "stuck": "no later delivery finishes the job",
 }
 _KEPT = 4
-_WIDTH = 110
+_WIDTH = 100
 
 
 def summary_line(report: Report) -> str:
@@ -75,7 +75,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.upper()} {finding.effect}: {finding.reason or _CAUSES[finding.kind]}"
     yield ""
     for delivery in finding.timeline:
-        yield from _delivery(delivery, last=delivery is finding.timeline[-1])
+        yield from _delivery(delivery)
     if finding.differences:
         yield ""
         yield f"  {'ledger':<{_WIDTH - 30}} clean run  this run"
@@ -92,18 +92,22 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield f"  replay: pytest --chaos-replay {finding.token}"
 
 
-def _delivery(delivery: Delivery, last: bool) -> Iterator[str]:
+def _delivery(delivery: Delivery) -> Iterator[str]:
     after = f", {_duration(delivery.after)} later" if delivery.after else ""
     yield f"  delivery {delivery.number}{after}"
     steps = delivery.steps
     hidden = len(steps) - 2 * _KEPT - 1
+    site: Site | None = None
     for number, step in enumerate(steps, start=1):
         if hidden > 0 and _KEPT < number <= len(steps) - _KEPT:
             if number == _KEPT + 1:
                 yield f"         ... {len(steps) - 2 * _KEPT} more steps"
             continue
-        yield _step(number, step)
-    yield f"    {_ENDS[delivery.end]}{': ' + delivery.error if delivery.error else ''}"
+        if step.site is not None and step.site != site:
+            yield _cut(f"    {step.site}  {step.site.source}", _WIDTH)
+        site = step.site
+        yield _cut(f"      {number:>3}  {step.kind:<6}  {step.detail}", _WIDTH)
+    yield f"      {_ENDS[delivery.end]}{': ' + delivery.error if delivery.error else ''}"
 
 
 _ENDS = {
@@ -112,12 +116,6 @@ _ENDS = {
     "failed": "  !  raises, so it is retried",
     "hung": "  ∞  never ends",
 }
-
-
-def _step(number: int, step: Step) -> str:
-    text = _cut(step.detail, 64)
-    where = f"{step.site}  {step.site.source}" if step.site else ""
-    return _cut(f"    {number:>3}  {step.kind:<6} {text:<64}  {where}".rstrip(), 160)
 
 
 def _difference(difference: Difference) -> str:

@@ -1,0 +1,55 @@
+"""fakeredis from the inside: servers that run in this process can be looked into instead of asked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from retrychaos.world.redis_commands import as_text
+from retrychaos.world.redis_contents import Seen, parts_of
+
+
+def can_peek(fake: Any) -> bool:
+    """It is a fakeredis that we know our way about in."""
+    return hasattr(fake, "dbs")
+
+
+def peek(fake: Any, db: int, key: bytes, now: float) -> Any:
+    """A key as it is there at `now`, or None; some twenty times faster than asking. NotImplemented: ask.
+
+    Raises AttributeError or TypeError if it is another fakeredis than the ones we know.
+    """
+    with fake.lock:
+        database = fake.dbs[db]
+        database.time = now
+        item = database.get(key)
+        if item is None:
+            return None
+        kind, value = _typed(item.value)
+        deadline = None if item.expireat is None else round(item.expireat * 1000)
+    return Seen(kind, deadline, parts_of(kind, value)) if kind else NotImplemented
+
+
+def _typed(value: Any) -> tuple[str, Any]:
+    """The type and the contents of a value of fakeredis, as its server would answer; "" if we do not know the type."""
+    if isinstance(value, bytes):
+        return "string", value
+    if isinstance(value, list):
+        return "list", value
+    kind = as_text(value.model_type())
+    if kind == "hash":
+        return kind, value.getall()
+    if kind == "set":
+        return kind, list(value)
+    if kind == "zset":
+        return kind, dict(value.items())
+    return "", None
+
+
+def name_of(fake: Any) -> str:
+    """The name of a server of fakeredis, the same in all processes of a check and, if its user named it, in others."""
+    shared: dict[str, Any] = getattr(type(fake), "_servers_map", {})
+    for name, server in shared.items():
+        if server is fake and not re.match("[0-9a-f]{32}:", name):
+            return name
+    return f"{id(fake):x}"
