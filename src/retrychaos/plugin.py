@@ -22,7 +22,7 @@ _OPTIONS = {
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
     "duplicates": "1: two deliveries at the same time are not in this version yet",
     "faults": "false: errors and lost replies are not in this version yet",
-    "late": "false: redelivery after an expiry is not in this version yet",
+    "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }
 _PROPERTY = "retrychaos"
 _MARK = "idempotent"

@@ -301,7 +301,9 @@ def _received(calls: tuple[str, ...]) -> dict[str, Counter[Any]]:
     """What the receivers made of the calls: one of them takes each key once."""
     kept = [line for line in calls if line.startswith("send ")]
     kept += sorted({line for line in calls if line.startswith("charge ")})
-    return {name: Counter(_undrawn(line) for line in kept if line.startswith(f"{name} ")) for name in ("send", "charge")}
+    return {
+        name: Counter(_undrawn(line) for line in kept if line.startswith(f"{name} ")) for name in ("send", "charge")
+    }
 
 
 # -- all sequences of crashes ---------------------------------------------------------------------------------------

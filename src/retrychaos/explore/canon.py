@@ -42,6 +42,7 @@ _MASK = 2**128 - 1
 _MOST_ROWS = 500_000
 _DRAWN = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\b\d{7,}\b")
 _BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
+_STREAM_ID = re.compile(r"\d{13}-\d+")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
 
@@ -212,7 +213,7 @@ class Canon:
         forms: list[Form] = []
         total = 0
         names: dict[Name, int] = {}
-        for row in relation.rows:
+        for row in self.counted(place, relation):
             form = memo.get(row) or self._form(place, relation, row)
             forms.append(form)
             total += form.local
@@ -226,6 +227,19 @@ class Canon:
             self._held = len(forms)
         self._shapes[id(relation)] = (relation, shape)
         return shape
+
+    def counted(self, place: Place, relation: Relation) -> Iterable[Row]:
+        """The rows that count: a receiver that honours keys ignores a call whose key it knows.
+
+        A call that differs in more than volatile values counts, though: the receiver refuses it, or should.
+        """
+        if not relation.external or relation.columns[:1] != ("key",):
+            return relation.rows
+        first: dict[Any, Row] = {}
+        for number, row in enumerate(relation.rows):
+            key = (number,) if row[0] is None else (row[0], self._form(place, relation, row).template)
+            first.setdefault(key, row)
+        return first.values()
 
     def _capped(self, place: Place, shape: _Shape) -> int:
         cap = self._caps.get(place)
@@ -360,6 +374,9 @@ class Canon:
         """A text may hold several drawn values: each becomes a leaf of its own, and so does what is between them."""
         if _TIME.match(text) and self._is_time(text):
             leaves.append(TIME)
+            return
+        if _STREAM_ID.fullmatch(text) and self._is_time(int(text.partition("-")[0])):
+            leaves.append(TIME)  # the number after it counts entries of one millisecond
             return
         if text.isdigit() and self._is_time(int(text)):
             leaves.append(TIME)

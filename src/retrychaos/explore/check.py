@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
-from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, State, Suspect
+from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
 from retrychaos.explore.runner import Forked, Here, Runner
@@ -127,7 +127,8 @@ class Check:
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
         crashes = self._options.crashes
         most = None if crashes == "any" else int(crashes)
-        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, most, self._limit_or_stop)
+        scope = Scope(most, self._options.late)
+        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, self._limit_or_stop)
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
@@ -186,13 +187,18 @@ class Check:
             budget_spent=spent and verdict == INCONCLUSIVE,
             seconds=_perf_counter() - self._started,
             steps=len(baseline.run.steps),
-            notes=(*([note] if note else []), *closure.doubts[1 if verdict == INCONCLUSIVE else 0 :]),
+            notes=(
+                *([note] if note else []),
+                *_left_behind(baseline.judge),
+                *closure.doubts[1 if verdict == INCONCLUSIVE else 0 :],
+            ),
             warnings=tuple(warnings),
         )
 
     def _guarantee(self, verdict: str, baseline: Baseline, closure: Closure, reason: str) -> str:
         most = self._options.crashes
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
+        late = "" if not closure.fading else ", also after expiries" if self._options.late else ", before any expiry"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
         needed = ", ".join(sorted(baseline.judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
@@ -200,8 +206,8 @@ class Check:
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
-                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time: the ledger is that of a "
-                f"clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
+                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time{late}: "
+                f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
@@ -307,6 +313,12 @@ def _ledger(baseline: Baseline) -> Ledger:
                 text = judge.describe(relation, row, view)
                 counted[text] = counted.get(text, 0) + 1
     return Ledger(rows)
+
+
+def _left_behind(judge: Judge) -> list[str]:
+    if not judge.faded:
+        return []
+    return [f"a crash leaves {', '.join(sorted(judge.faded))} behind until it expires; that was not counted as a fault"]
 
 
 def _states(count: int) -> str:

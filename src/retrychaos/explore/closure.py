@@ -28,6 +28,14 @@ REDELIVERY_DELAY = 1.0
 """Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 
 
+@dataclass(frozen=True)
+class Scope:
+    """How far to go: at most so many crashes (None: any number), and whether deliveries also come late."""
+
+    crashes: int | None
+    late: bool
+
+
 @dataclass(eq=False)
 class State:
     """A durable state, how a message got there, and what a delivery from there does."""
@@ -53,6 +61,8 @@ class State:
     next: State | None = None
     """Where a failed delivery from here leads."""
     digest: bytes = b""
+    wait: int = 0
+    """Seconds that pass before a delivery from here, on top of the usual delay."""
     waits: int = 0
     """How many waits were tried before a delivery from here."""
 
@@ -95,7 +105,7 @@ class Closure:
         baseline: Baseline,
         found: Facts,
         start: float,
-        most_crashes: int | None,
+        scope: Scope,
         limit: Callable[[], float],
     ) -> None:
         self.states: dict[bytes, State] = {}
@@ -103,6 +113,8 @@ class Closure:
         self.boundaries = 0
         self.bounded = False
         """States were left out because they take more than MAX_DELIVERIES."""
+        self.fading = False
+        """Some state holds things that end by themselves."""
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.suspects: list[Suspect] = []
@@ -112,7 +124,7 @@ class Closure:
         self._runner = runner
         self._canon = canon
         self._baseline = baseline
-        self._most_crashes = most_crashes
+        self._scope = scope
         self._limit = limit
         self._queue: deque[State] = deque()
         self._looks = 3
@@ -158,7 +170,7 @@ class Closure:
         return hashlib.blake2b(seen.encode() + self._canon.fingerprint(outcome.facts)).digest()
 
     def _visit(self, state: State) -> None:
-        wait = 0
+        wait = state.wait
         if state.end:  # not the first visit: the clock goes on before this one
             wait = self._waits(state)[state.waits]
             state.waits += 1
@@ -220,7 +232,7 @@ class Closure:
         self.boundaries += len(outcome.steps) + 1
         state.end, state.error, state.next = outcome.end, outcome.error, None
         state.digest = self.digest(outcome)
-        wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent else 0
+        wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent or state.wait else 0
         if outcome.end == "done":
             deviation = self._baseline.judge.judge(outcome.facts, outcome.clock - self.root.at)
             if deviation is not None:
@@ -244,7 +256,7 @@ class Closure:
         boundary = change.boundary
         nacked = outcome.end == "failed" and boundary == len(outcome.steps)
         crashes = state.crashes + (0 if nacked else 1)
-        if self._most_crashes is not None and crashes > self._most_crashes:
+        if self._scope.crashes is not None and crashes > self._scope.crashes:
             return None
         if state.deliveries + 1 >= MAX_DELIVERIES:
             self.bounded = True
@@ -258,7 +270,16 @@ class Closure:
         new.beyond_repair = self._baseline.judge.excess(change.facts)
         self.states[mark] = new
         self._queue.append(new)
+        self._add_late(new)
         return new
+
+    def _add_late(self, state: State) -> None:
+        """The same state, with a message that comes back only when something in it has ended."""
+        self.fading = self.fading or bool(state.expiries)
+        for number, wait in enumerate(_until_ends(state) if self._scope.late else []):
+            late = replace(state, mark=state.mark + bytes([number % 256]), wait=wait)
+            self.states[late.mark] = late
+            self._queue.append(late)
 
     def _look_again(self, at: float) -> None:
         """A coin flip, or a value that comes from the date, is not a fault: what does a clean run do at that time?"""
@@ -305,8 +326,7 @@ class Closure:
         """Seconds to wait before further attempts from a state that leads nowhere: past every expiry, then longer."""
         if state.end == "hung" or state.saved is None:
             return []  # it has waited already
-        ends = [int(end - state.at) + 1 for end in state.expiries if end > state.at + REDELIVERY_DELAY]
-        return [*ends, *(int(rung) for rung in LADDER)]
+        return [*_until_ends(state), *(int(rung) for rung in LADDER)]
 
     def _report_stuck(self) -> None:
         for state in self.states.values():
@@ -316,6 +336,11 @@ class Closure:
             if last is None or (last.next is None and self.bounded and state.crashes > 1):
                 continue  # the bound on deliveries was reached by crashes, not by failures alone
             self._suspect(state, "stuck", state.error or "it waits for ever")
+
+
+def _until_ends(state: State) -> list[int]:
+    """Seconds until each thing has ended that ends by itself."""
+    return [int(end - state.at) + 1 for end in state.expiries if end > state.at + REDELIVERY_DELAY]
 
 
 def _raw(facts: Facts) -> int:

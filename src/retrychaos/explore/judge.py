@@ -58,6 +58,8 @@ class Judge:
         self.tolerate = tolerate
         self.tolerated: set[str] = set()
         """Patterns that were needed."""
+        self.faded: set[str] = set()
+        """What a crash leaves behind, and ends by itself."""
         self._mark = canon.fingerprint(baseline)
         self._flaw = self._reused_key(baseline)
         self._path = path
@@ -91,7 +93,7 @@ class Judge:
         return self.canon.fingerprint(self._without(self.baseline, fewer)) if any(fewer.values()) else self._mark
 
     def _reused_key(self, facts: Facts) -> Deviation | None:
-        """One key with several payloads, in the clean run already: a receiver that honours keys takes only the first."""
+        """One key with several payloads, in the clean run already: a receiver that honours keys takes the first."""
         for place, relation in self._relations(facts):
             if not relation.external or relation.columns[:1] != ("key",):
                 continue
@@ -135,6 +137,12 @@ class Judge:
                 if not self.canon.ignores((resource, name)):
                     yield (resource, name), relation
 
+    def before(self, place: Place) -> Counter[View]:
+        """The rows before the job began."""
+        version = self._path[0].get(place[0])
+        relation = version.relations.get(place[1]) if version is not None else None
+        return self.rows(place, relation).counts if relation is not None else Counter()
+
     def on_path(self, place: Place) -> Counter[View]:
         """How often each row was there at most, on the way of the clean run."""
         seen = self._seen.get(place)
@@ -172,7 +180,7 @@ class Judge:
         """The rows of a relation as counted views."""
         counts: Counter[View] = Counter()
         examples: dict[View, Row] = {}
-        for row in relation.rows:
+        for row in self.canon.counted(place, relation):
             view = self.canon.view(place, relation, row)
             counts[view] += 1
             examples.setdefault(view, row)
@@ -210,6 +218,7 @@ class _Sides:
         self._expected = judge.rows(place, mine) if mine else Rows(Counter(), {})
         self._found = judge.rows(place, theirs) if theirs else Rows(Counter(), {})
         self._path = judge.on_path(place)
+        self._before = judge.before(place)
         self._examples = {**self._expected.examples, **self._found.examples}
         self._missing = self._expected.counts - self._found.counts
         self._extra = self._found.counts - self._expected.counts
@@ -223,8 +232,9 @@ class _Sides:
             if lives is not None and lives <= elapsed:
                 fewer[view] = self._missing.pop(view)
         for view in list(self._extra):
-            if self._ttl(view) is not None and self._found.counts[view] <= self._path[view]:
-                more[view] = self._extra.pop(view)  # a lock or a mark that was left behind
+            if self._ttl(view) is not None and self._found.counts[view] <= self._path[view] and not self._before[view]:
+                more[view] = self._extra.pop(view)  # a lock or a mark of the job's own that was left behind
+                self._judge.faded.add(self._effect(view))
             elif view in self._expected.counts and (pattern := self._judge.pattern(self._effect(view))) is not None:
                 self._judge.tolerated.add(pattern)
                 more[view] = self._extra.pop(view)

@@ -23,7 +23,8 @@ class Options:
     isolation: ``"sample"`` runs some deliveries again in a forked process, to find memory that survives in the module;
     ``"process"`` runs every delivery so.
     scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``).
-    duplicates, faults, late: not in this version; only the values that turn them off.
+    late: deliver also after each expiry that a state holds (times to live in Redis).
+    duplicates, faults: not in this version; only the values that turn them off.
     """
 
     crashes: int | str = "any"
@@ -103,6 +104,12 @@ def _off(value: Any) -> bool:
     raise ValueError
 
 
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError
+
+
 def _budget(value: Any) -> float:
     if _is_number(value) and 0 < value < math.inf:
         return float(value)
@@ -128,7 +135,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "crashes": _crashes,
     "duplicates": _duplicates,
     "faults": _off,
-    "late": _off,
+    "late": _switch,
     "budget": _budget,
     "tolerate": _texts,
     "volatile": _texts,
@@ -139,7 +146,7 @@ _EXPECTED = {
     "crashes": '"any" or a number of crashes from 0',
     "duplicates": "1 (two deliveries at the same time are not in this version yet)",
     "faults": "False (errors and lost replies are not in this version yet)",
-    "late": "False (redelivery after an expiry is not in this version yet)",
+    "late": "True or False",
     "budget": "a number of seconds above 0",
     "tolerate": 'a list of effects, such as ["mail"]',
     "volatile": 'a list of cells, such as ["jobs.attempts"]',

@@ -38,7 +38,6 @@ class Patches:
             else:
                 setattr(owner, name, value)
 
-
     def _catch_up(self) -> None:
         """Modules that were imported meanwhile have got the replacement."""
         wanted, self._everywhere = self._everywhere, []
