@@ -348,7 +348,10 @@ class _Search:
 
     def _visit(self, state: _State) -> None:
         """A delivery without faults, and one for each place where it can be killed."""
-        if state.visited or state.failures > MOST_DELIVERIES:
+        if state.visited:
+            return
+        if state.failures > MOST_DELIVERIES:
+            self._stop_at(state)
             return
         state.visited = True
         site, program = self._site, self._program
@@ -358,8 +361,8 @@ class _Search:
             state.next = self._reach(after, state.crashes, state.failures + 1, state.waited)
         else:
             state.next = _State(after, state.crashes, waited=state.waited)
-            if not self._thorough and self._differences(state.next):
-                self._depth = state.crashes  # broken: more crashes cannot change that
+            if self._differences(state.next):
+                self._stop_at(state)
         if state is self._first and state.end == "raised":
             return
         if state.crashes >= self._depth:
@@ -399,6 +402,11 @@ class _Search:
                 return state
             state = state.next
         return state if state.end == "" else None
+
+    def _stop_at(self, state: _State) -> None:
+        """The job is broken: more crashes than that cannot change it."""
+        if not self._thorough:
+            self._depth = min(self._depth, state.crashes)
 
     def _later(self, durable: Durable) -> Durable:
         keys = tuple((name, expiry, dump) for name, expiry, dump in durable.keys if not expiry)

@@ -111,6 +111,12 @@ class Shop:
             self.redis.set("hits", 5)
             self.redis.sadd("done", "old")
 
+    @property
+    def scratch(self) -> tuple[str, ...]:
+        """The address of a real Redis server."""
+        path = self.redis and self.redis.get_connection_kwargs().get("path")
+        return (f"unix://{path}",) if path else ()
+
     def send(self, what: str) -> None:
         """An effect at a receiver that takes everything."""
         with open(self.inbox, "a") as inbox:

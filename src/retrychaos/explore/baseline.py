@@ -10,7 +10,7 @@ from retrychaos.explore.canon import Canon, Place
 from retrychaos.explore.judge import Judge
 from retrychaos.explore.runner import Runner
 from retrychaos.model.errors import BaselineError
-from retrychaos.model.ledger import Facts, Relation
+from retrychaos.model.ledger import Cell, Facts, Relation
 from retrychaos.model.options import Options
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import Order, Outcome, keep_all, keep_none
@@ -94,8 +94,13 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
         return False
     learned = False
     for one, two in zip(first.changes, other.changes, strict=False):
+        ids = {
+            place[1]: (_drawn(mine), _drawn(theirs))
+            for place, mine, theirs in _both(one.facts, two.facts)
+            if mine.generated and theirs.generated
+        }
         for place, mine, theirs in _both(one.facts, two.facts):
-            learned = canon.learn(place, mine, theirs) or learned
+            learned = canon.learn(place, mine, theirs, ids) or learned
     return learned
 
 
@@ -142,6 +147,10 @@ def _shown(step: Step | None) -> str:
     if step is None:
         return "the end"
     return f"{step.detail!r}" + (f" ({step.site})" if step.site else "")
+
+
+def _drawn(relation: Relation) -> frozenset[Cell]:
+    return frozenset().union(*relation.generated.values())
 
 
 def _both(one: Facts, two: Facts) -> Iterator[tuple[Place, Relation, Relation]]:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -45,6 +45,12 @@ _BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
 _STREAM_ID = re.compile(r"\d{13}-\d+")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
+
+
+_Spots: TypeAlias = tuple[tuple[int, str], ...]
+"""Positions in a template that are volatile, and of what kind the names there are."""
+IdPairs: TypeAlias = Mapping[str, tuple[Set[Cell], Set[Cell]]]
+"""Table -> row ids drawn in one run, and in another."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Canon:
 
     def __init__(self, clock: Clock, chance: Chance, neutral: Facts) -> None:
         self._clock = clock
-        self._patterns: dict[Place, dict[tuple[int, ...], set[Template]]] = defaultdict(lambda: defaultdict(set))
+        self._patterns: dict[Place, dict[_Spots, set[Template]]] = defaultdict(lambda: defaultdict(set))
         self._masked: set[Place] = set()
         self._offsets: set[int] = {0}
         self._moments: frozenset[int] = frozenset()
@@ -148,8 +154,12 @@ class Canon:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def learn(self, place: Place, one: Relation, other: Relation) -> bool:
-        """Two clean runs left these at the same boundary: what differs is volatile. Was anything new?"""
+    def learn(self, place: Place, one: Relation, other: Relation, ids: IdPairs) -> bool:
+        """Two clean runs left these at the same boundary: what differs is volatile. Was anything new?
+
+        ids: the row ids that the stores drew, per table, in the one run and in the other. A number that is a row id in
+        both is a reference, declared or not.
+        """
         if one is other:
             return False
         left = Counter(self._form(place, one, row).template for row in one.rows)
@@ -161,9 +171,10 @@ class Canon:
             if all(self._learn_time(mine[i], theirs[i]) for i in differing):
                 learned = True
                 continue
+            spots = tuple((i, _reference(mine[i], theirs[i], ids)) for i in differing)
             key = _blank(mine, differing)
-            if key not in self._patterns[place][differing]:
-                self._patterns[place][differing].add(key)
+            if key not in self._patterns[place][spots]:
+                self._patterns[place][spots].add(key)
                 learned = True
         if learned:
             self._forget()
@@ -264,11 +275,12 @@ class Canon:
     def _make(self, place: Place, relation: Relation, row: Row) -> Form:
         leaves, names, starts = self._take_apart(place, relation, row)
         template = tuple(leaves)
-        for positions, known in self._patterns[place].items():
+        for spots, known in self._patterns[place].items():
+            positions = [at for at, _ in spots]
             if max(positions, default=-1) < len(template) and _blank(template, positions) in known:
                 names = [(at, name) for at, name in names if at not in positions]
                 if place not in self._masked:
-                    names += [(at, ("volatile", _freeze(template[at]))) for at in positions]
+                    names += [(at, (kind, _freeze(template[at]))) for at, kind in spots]
                 template = _blank(template, positions)
         ordered = tuple(name for _, name in sorted(names, key=lambda item: item[0]))
         seen: dict[Name, int] = {}
@@ -525,6 +537,14 @@ def _hash(value: Any) -> int:
 
 def _freeze(leaf: Any) -> Cell:
     return repr(leaf) if isinstance(leaf, Hole) else leaf
+
+
+def _reference(mine: Any, theirs: Any, ids: IdPairs) -> str:
+    """The kind of name for a cell that differs between two runs: a row id of some table, or anything else."""
+    for table, (one, two) in ids.items():
+        if type(mine) is int and mine in one and theirs in two:
+            return f"{table} id"
+    return "volatile"
 
 
 def _blank(template: Template, positions: Iterable[int]) -> Template:

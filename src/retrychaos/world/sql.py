@@ -23,7 +23,8 @@ from sqlalchemy.pool import Pool
 from retrychaos.model.errors import WorldError
 from retrychaos.model.values import short
 from retrychaos.world.resource import Stage
-from retrychaos.world.sqlite import Handle, SqliteDatabase, follow_clock, identify
+from retrychaos.world.sqlite import Handle, SqliteDatabase, identify
+from retrychaos.world.sqlite_clock import follow_clock
 
 _RECIPE = (
     "the connection was already inside a transaction when the check began (the 'rollback after each test' recipe: "

@@ -11,14 +11,14 @@ import contextlib
 import gc
 import os
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.sqlite_ids import shift_row_ids
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DDL = frozenset({"ParseSchema", "SetCookie", "Destroy", "DropTable", "CreateBtree", "VUpdate", "VCreate", "VDestroy"})
@@ -79,7 +79,6 @@ class _Table:
     select: str
     columns: tuple[str, ...]
     rowid: int | None
-    autoincrement: bool
     refs: dict[int, str]
     keys: tuple[int, ...]
 
@@ -201,28 +200,18 @@ class SqliteDatabase:
         """SQLite has no clock of its own: its functions are overridden."""
 
     def shift_ids(self, by: int) -> None:
-        """Let AUTOINCREMENT tables draw other ids, disjoint per table, as a busy database would have."""
-        names = [name for name, table in self._tables.items() if table.autoincrement]
-        if not names:
+        """Let every table draw other row ids, disjoint per table, as a busy database would have them."""
+        tables = [name for name, table in self._tables.items() if table.rowid is not None]
+        if not tables:
             return
         self._altered = True
         with _Quiet(self.stage):
             try:
-                self._shift(names, by)
+                shift_row_ids(self._writer, tables, by)
             except sqlite3.OperationalError as problem:
                 self._clear_the_way(problem)
-                self._shift(names, by)
+                shift_row_ids(self._writer, tables, by)
         self._mark()
-
-    def _shift(self, names: Sequence[str], by: int) -> None:
-        for number, name in enumerate(sorted(names), start=1):
-            row = self._writer.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (name,)).fetchone()
-            if row is None:
-                self._writer.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, by * number))
-            else:
-                shifted = (row[0] + by * number, name)
-                self._writer.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", shifted)
-        self._writer.commit()
 
     def distrust(self) -> None:
         self._altered = True
@@ -260,7 +249,9 @@ class SqliteDatabase:
         new = dict(old)
         if names is None:
             new = {name: relation for name, relation in old.items() if name in self._tables or name == "schema"}
-            schema = tuple(self._execute("SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
+            text = "replace(sql, ' AUTOINCREMENT', '')"  # which may be ours, see shift_ids
+            sql = f"SELECT type, name, {text} FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+            schema = tuple(self._execute(sql))
             if "schema" not in old or old["schema"].rows != schema:
                 new["schema"] = Relation("schema", ("type", "name", "sql"), schema)
         for name in self._tables if names is None else names:
@@ -343,7 +334,7 @@ class SqliteDatabase:
         indexes = tuple(columns.index(key) for key in keys)
         # A unary plus keeps the value and drops the declared type, so that no converter of the user's runs.
         select = ", ".join(f"+{_quote(column)}" for column in columns)
-        return _Table(f"SELECT {select} FROM {quoted}", columns, rowid, "AUTOINCREMENT" in sql.upper(), refs, indexes)
+        return _Table(f"SELECT {select} FROM {quoted}", columns, rowid, refs, indexes)
 
     def _explain(self, statement: str, parameters: Any) -> Effect:
         word = statement.lstrip(" \t\r\n(").split(None, 1)[0].upper() if statement.strip() else "SELECT"
@@ -542,50 +533,3 @@ def identify(connection: sqlite3.Connection) -> str | None:
                 "engine for each database instead of ATTACH."
             )
     return path
-
-
-# -- the clock ------------------------------------------------------------------------------------------------------
-
-_FORMS = {"current_timestamp": "%Y-%m-%d %H:%M:%S", "current_date": "%Y-%m-%d", "current_time": "%H:%M:%S"}
-_builtins: sqlite3.Connection | None = None
-
-
-def follow_clock(connection: sqlite3.Connection) -> None:
-    """Let SQLite's time functions read Python's clock, which a check can move.
-
-    The built-in functions cannot be brought back, so these stay on a connection that outlives the check; they then
-    give the real time.
-    """
-    try:
-        for name, form in _FORMS.items():
-            connection.create_function(name, 0, _current(form), deterministic=True)
-        for name in ("date", "time", "datetime", "julianday", "strftime", "unixepoch"):
-            connection.create_function(name, -1, _moment(name), deterministic=True)
-    except sqlite3.OperationalError:
-        pass  # a half-read result is open on a connection that an earlier check has already prepared
-
-
-def _current(form: str) -> Callable[[], str]:
-    return lambda: time.strftime(form, time.gmtime(time.time()))
-
-
-def _moment(name: str) -> Callable[..., Any]:
-    at = 1 if name == "strftime" else 0
-
-    def moment(*args: Any) -> Any:
-        now = f"{2440587.5 + time.time() / 86400.0:.9f}"  # a Julian day, as SQLite's own 'now' is
-        if len(args) <= at:
-            args = (*args, now)
-        elif isinstance(args[at], str) and args[at].lower() == "now":
-            args = (*args[:at], now, *args[at + 1 :])
-        marks = ", ".join("?" * len(args))
-        return _builtin().execute(f"SELECT {name}({marks})", args).fetchone()[0]
-
-    return moment
-
-
-def _builtin() -> sqlite3.Connection:
-    global _builtins
-    if _builtins is None:
-        _builtins = sqlite3.connect(":memory:", check_same_thread=False)
-    return _builtins

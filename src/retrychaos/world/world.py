@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from retrychaos.model.ledger import Facts, Version
+from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.step import Step
 from retrychaos.world.resource import Blob, Resource, Source
 
@@ -60,8 +60,14 @@ class Again:
 
 def _same_rows(one: Version, other: Version) -> bool:
     return one.relations.keys() == other.relations.keys() and all(
-        relation.rows == other.relations[name].rows for name, relation in one.relations.items()
+        _lasting(relation) == _lasting(other.relations[name]) for name, relation in one.relations.items()
     )
+
+
+def _lasting(relation: Relation) -> tuple[Row, ...]:
+    """The rows without times to live, which go on by themselves."""
+    at = relation.ttl
+    return relation.rows if at is None else tuple((*row[:at], *row[at + 1 :]) for row in relation.rows)
 
 
 class World:

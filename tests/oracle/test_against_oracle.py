@@ -1,0 +1,148 @@
+"""Random jobs: does the tool say what brute force with real processes and real kills says?
+
+RETRYCHAOS_ORACLE_SEEDS=N tries the seeds up to N instead of the usual ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import pytest
+import redis
+
+from retrychaos import Chaos, Report
+from retrychaos.model.errors import BaselineError
+from retrychaos.model.report import Difference, Finding
+from tests.oracle.brute_force import Oracle, Verdict
+from tests.oracle.jobs import Program, Shop, perform, random_program
+
+SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "90")))
+BATCH = 10
+CRASHES = 3
+BATCHES = [SEEDS[start : start + BATCH] for start in range(0, len(SEEDS), BATCH)]
+
+
+def explore_and_compare(program: Program, verdict: Verdict, shop: Shop) -> None:
+    """Every statement of the tool about a job holds in the oracle's world, and the other way round."""
+    shop.furnish(program.journal)
+    job = partial(perform, program, shop)
+    chaos = Chaos(crashes=CRASHES, volatile=program.volatile, budget=600, scratch=shop.scratch)
+    chaos.watch(shop, "send", result=None)
+    chaos.watch(shop, "charge", result=None, key="key")
+    if verdict.clean != "done":
+        with pytest.raises(BaselineError, match="no effect" if verdict.clean == "idle" else "failed"):
+            chaos.explore(job)
+        return
+    report = chaos.explore(job)
+    assert report.verdict == ("proven" if verdict.crashes is None else "failed"), _told(report)
+    assert _totals(report.baseline.rows) == _totals(verdict.ledger, report.baseline.rows), _told(report)
+    if verdict.crashes is None:
+        return
+    assert min(finding.plan.crashes for finding in report.findings) == verdict.crashes, _told(report)
+    for finding in report.findings:
+        assert finding.plan.crashes > verdict.depth or _is_real(finding, verdict), _told(report)
+        shop.furnish(program.journal)
+        run = chaos.run(job, plan=finding.token)
+        assert (run.kind, run.effect, run.differences) == (finding.kind, finding.effect, finding.differences)
+    shop.furnish(program.journal)
+    fewer = chaos(crashes=verdict.crashes - 1).explore(job)
+    assert fewer.verdict == "proven", _told(fewer)
+
+
+def _is_real(finding: Finding, verdict: Verdict) -> bool:
+    """A final ledger of the oracle differs from the clean run's in the same places, by as much."""
+    if finding.reason == "the same rows, but ids or tokens link other ones":
+        return any(not problem.stuck for problem in verdict.problems)
+    if finding.kind == "stuck":
+        return any(problem.stuck for problem in verdict.problems)
+    shown = _deviation(finding.differences)
+    return any(
+        shown == {effect: (more.total(), less.total()) for effect, (more, less) in problem.differences.items()}
+        for problem in verdict.problems
+        if not problem.stuck
+    )
+
+
+def _deviation(differences: Iterable[Difference]) -> dict[str, tuple[int, int]]:
+    """Effect -> how many rows are too many, and how many are missing."""
+    more, less = Counter[str](), Counter[str]()
+    for line in differences:
+        more[_plain(line.effect)] += max(0, line.found - line.expected)
+        less[_plain(line.effect)] += max(0, line.expected - line.found)
+    return {effect: (more[effect], less[effect]) for effect in {*more, *less}}
+
+
+def _totals(ledger: Any, only: Iterable[str] | None = None) -> dict[str, int]:
+    """Effect -> number of rows, of effects that the job has touched."""
+    wanted = None if only is None else {_plain(effect) for effect in only}
+    return {
+        _plain(effect): Counter(rows).total() for effect, rows in ledger.items() if wanted is None or _plain(effect) in wanted
+    }
+
+
+def _plain(effect: str) -> str:
+    """Calls go by the name of the function alone."""
+    return effect if effect.startswith("redis ") else effect.rpartition(".")[2]
+
+
+def _told(report: Report) -> str:
+    lines = [f"retrychaos says: {report.verdict}, {report.stop_reason or report.guarantee}"]
+    for finding in report.findings:
+        lines.append(f"  {finding.kind} {finding.effect} by {finding.plan.crashes} crashes, {finding.token}")
+        lines += [f"    {line}" for line in finding.differences]
+    return "\n".join(lines)
+
+
+def compare(programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any = None) -> None:
+    """All of them, and then one failure that names each disagreement."""
+    failures = list(_failures(programs, oracle, folder, client))
+    if failures:
+        pytest.fail(f"{len(failures)} disagreements\n\n" + "\n\n".join(failures), pytrace=False)
+
+
+def _failures(
+    programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any
+) -> Iterator[str]:
+    with closing(Shop(folder, client)) as shop:
+        for name, program in programs:
+            verdict = oracle.judge(program, CRASHES)
+            try:
+                explore_and_compare(program, verdict, shop)
+            except Exception as problem:
+                yield f"{name}: {program!r}\n{_shown(verdict)}\n{type(problem).__name__}: {problem}"
+
+
+def _shown(verdict: Verdict) -> str:
+    lines = [f"oracle says: clean run {verdict.clean}, harm by {verdict.crashes} crashes, {verdict.states} states"]
+    lines += [f"  {problem}" for problem in verdict.problems[:5]]
+    return "\n".join(lines)
+
+
+def seeded(seeds: Iterable[int], with_redis: bool) -> Iterator[tuple[str, Program]]:
+    for seed in seeds:
+        yield f"seed {seed}", random_program(seed, with_redis)
+
+
+@pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_jobs_on_sqlite(seeds: range, oracle: Oracle, tmp_path: Path) -> None:
+    compare(seeded(seeds, False), oracle, tmp_path)
+
+
+@pytest.mark.parametrize("seeds", BATCHES[::2], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_jobs_on_sqlite_and_fakeredis(seeds: range, redis_oracle: Oracle, tmp_path: Path) -> None:
+    """The oracle kills clients of a real server, the tool works on fakeredis."""
+    with fakeredis.FakeRedis() as client:
+        compare(seeded(seeds, True), redis_oracle, tmp_path, client)
+
+
+@pytest.mark.parametrize("seeds", BATCHES[1::2], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_jobs_on_sqlite_and_redis(seeds: range, redis_socket: str, redis_oracle: Oracle, tmp_path: Path) -> None:
+    with redis.Redis(unix_socket_path=redis_socket) as client:
+        compare(seeded(seeds, True), redis_oracle, tmp_path, client)
