@@ -10,6 +10,7 @@ import secrets
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 _running = False
+_checks: Counter[str] = Counter()
+"""How often each job was checked in this process."""
 
 
 class Chaos:
@@ -172,8 +175,9 @@ class Chaos:
         _refuse_misuse(job)
         if _running:
             raise ChaosError("a check is running already in this process: a job under check must not check another.")
-        clock, chance = Clock(), Chance()
-        world = World(now=clock.now, options=vars(self.options))
+        _checks[name] += 1
+        clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
+        world = World(now=clock.now, drew=chance.drew, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
         self._furnish(world, workshop)
         this = Job(job, args, kwargs)

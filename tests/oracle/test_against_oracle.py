@@ -81,10 +81,8 @@ def _deviation(differences: Iterable[Difference]) -> dict[str, tuple[int, int]]:
 
 def _totals(ledger: Any, only: Iterable[str] | None = None) -> dict[str, int]:
     """Effect -> number of rows, of effects that the job has touched."""
-    wanted = None if only is None else {_plain(effect) for effect in only}
-    return {
-        _plain(effect): Counter(rows).total() for effect, rows in ledger.items() if wanted is None or _plain(effect) in wanted
-    }
+    wanted = {_plain(effect) for effect in (only or ledger)} - {"schema"}
+    return {_plain(effect): Counter(rows).total() for effect, rows in ledger.items() if _plain(effect) in wanted}
 
 
 def _plain(effect: str) -> str:

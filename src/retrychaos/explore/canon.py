@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from retrychaos.model.ledger import Cell, Facts, Relation, Row
-from retrychaos.runtime.chance import Chance
+from retrychaos.runtime.chance import Chance, uuid4_of
 from retrychaos.runtime.clock import Clock
 from retrychaos.runtime.delivery import FIRST_PID
 
@@ -63,7 +63,7 @@ class Hole:
         return f"<{self.kind}>"
 
 
-ROW_ID, RANDOM, TIME, VOLATILE = Hole("id"), Hole("random"), Hole("time"), Hole("volatile")
+ROW_ID, RANDOM, TIME, VOLATILE, STREAM_ID = map(Hole, ("id", "random", "time", "volatile", "stream id"))
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,8 @@ class Canon:
             leaves.append(TIME)
             return
         if _STREAM_ID.fullmatch(text) and self._is_time(int(text.partition("-")[0])):
-            leaves.append(TIME)  # the number after it counts entries of one millisecond
+            names.append((len(leaves), ("stream id", text)))
+            leaves.append(STREAM_ID)
             return
         if text.isdigit() and self._is_time(int(text)):
             leaves.append(TIME)
@@ -460,9 +461,8 @@ class _Draws:
         notations = [value.hex()]
         if len(value) >= 12:
             notations += (base64.urlsafe_b64encode(value).decode(), base64.b64encode(value).decode())
-        if len(value) == 16:  # as uuid4 writes it, with version and variant set (RFC 9562, 5.4)
-            uuid = number & ~(0xC000 << 48) | (0x8000 << 48)
-            uuid = uuid & ~(0xF000 << 64) | (4 << 76)
+        if len(value) == 16:
+            uuid = uuid4_of(value)
             self._numbers.add(uuid)
             self._bytes.add(uuid.to_bytes(16, "big"))
             notations.append(f"{uuid:032x}")

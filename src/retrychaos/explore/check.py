@@ -305,7 +305,8 @@ def _ledger(baseline: Baseline) -> Ledger:
     for resource, version in baseline.run.facts.items():
         found = judge.canon.neutral.get(resource)
         for name, relation in version.relations.items():
-            if found is not None and found.relations.get(name) is relation:
+            before = found.relations.get(name) if found is not None else None
+            if before is relation or (before is not None and before.rows == relation.rows):
                 continue  # the job has left it alone
             for row in relation.rows:
                 view = judge.canon.view((resource, name), relation, row)

@@ -218,7 +218,9 @@ class Closure:
             state = self.states[self._canon.fingerprint(twin.facts)]
             if state.waits or not state.end:
                 continue
-            order = replace(self.order(state), start=twin.saved, at=twin.clock + REDELIVERY_DELAY)
+            # Other random values than those that made the twin, or they would come up twice.
+            seed = f"twin {state.deliveries}"
+            order = replace(self.order(state), start=twin.saved, at=twin.clock + REDELIVERY_DELAY, seed=seed)
             outcome = self._runner.run(order, keep_none)
             self._note(outcome)
             if outcome.end != "stopped" and self.digest(outcome) != state.digest:

@@ -16,10 +16,21 @@ from retrychaos.runtime.patching import Patches
 _real_urandom = os.urandom
 
 
-class Chance:
-    """Replaces ``os.urandom`` (and with it uuid4 and secrets), seeds ``random``, and keeps what was drawn."""
+def uuid4_of(value: bytes) -> int:
+    """Sixteen random bytes as uuid4 uses them, with version and variant set (RFC 9562, 5.4)."""
+    number = int.from_bytes(value, "big")
+    number = number & ~(0xC000 << 48) | (0x8000 << 48)
+    return number & ~(0xF000 << 64) | (4 << 76)
 
-    def __init__(self) -> None:
+
+class Chance:
+    """Replaces ``os.urandom`` (and with it uuid4 and secrets), seeds ``random``, and keeps what was drawn.
+
+    salt: tells checks apart, so that a later one does not draw what an earlier one has left somewhere.
+    """
+
+    def __init__(self, salt: str = "") -> None:
+        self._salt = salt
         self.drawn: list[bytes] = []
         """Every random value of this check of four bytes or more, in the order drawn."""
         self._patches = Patches()
@@ -42,9 +53,14 @@ class Chance:
 
     def seed(self, seed: str) -> None:
         """Begin a delivery: all that it draws follows from `seed`."""
-        self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
+        self._seed = hashlib.blake2b(f"{self._salt} {seed}".encode(), digest_size=32).digest()
         self._count = 0
         random.seed(self._seed)
+
+    def drew(self, uuid: str) -> bool:
+        """A random UUID (version 4, 32 hexadecimal digits) was drawn in this check."""
+        number = int(uuid, 16)
+        return any(len(value) == 16 and uuid4_of(value) == number for value in self.drawn)
 
     def _urandom(self, size: int) -> bytes:
         if threading.get_ident() != self._thread:

@@ -36,6 +36,10 @@ from retrychaos.world.resource import Stage
 _SUSPICIOUS = FIELD_EXPIRY | UNSEEN.keys() | {"EVAL", "EVALSHA"}
 
 
+def _nothing() -> None:
+    pass
+
+
 class RedisSource:
     """Sees every command of redis-py's synchronous clients."""
 
@@ -46,6 +50,7 @@ class RedisSource:
         self._publishing: set[Any] = set()
         """SHA of scripts that call PUBLISH."""
         self._patched: list[tuple[type, str, Any]] = []
+        self._stop_births: Callable[[], None] = _nothing
 
     def install(self) -> None:
         if self._patched:
@@ -55,6 +60,7 @@ class RedisSource:
         self._patch(connection, "send_packed_command", self._send_packed_command)
         self._patch(pipeline, "_execute_transaction", self._execute_transaction)
         self._patch(pipeline, "_execute_pipeline", self._execute_pipeline)
+        self._stop_births = self._servers.watch_births()
         self._patch(redis.asyncio.connection.AbstractConnection, "send_packed_command", self._refuse_async)
 
     def end_delivery(self) -> None:
@@ -63,8 +69,11 @@ class RedisSource:
             if wire.server is None:
                 hang_up(connection)
         self._wires.clear()
+        self._servers.end_delivery()
 
     def uninstall(self) -> None:
+        self._stop_births()
+        self._stop_births = _nothing
         while self._patched:
             owner, name, original = self._patched.pop()
             setattr(owner, name, original)

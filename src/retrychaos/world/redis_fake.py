@@ -47,9 +47,16 @@ def _typed(value: Any) -> tuple[str, Any]:
 
 
 def name_of(fake: Any) -> str:
-    """The name of a server of fakeredis, the same in all processes of a check and, if its user named it, in others."""
+    """The name of a server of fakeredis, the same in all processes if it, or its client, is older than the check."""
+    return _shared_name(fake) or f"{id(fake):x}"
+
+
+def drawn_name(fake: Any) -> str | None:
+    """What its client drew at random for the name of its host; None if it has one that was given, or none."""
+    found = re.match("[0-9a-f]{32}(?=:)", _shared_name(fake) or "")
+    return found[0] if found else None
+
+
+def _shared_name(fake: Any) -> str | None:
     shared: dict[str, Any] = getattr(type(fake), "_servers_map", {})
-    for name, server in shared.items():
-        if server is fake and not re.match("[0-9a-f]{32}:", name):
-            return name
-    return f"{id(fake):x}"
+    return next((name for name, server in shared.items() if server is fake), None)

@@ -66,6 +66,17 @@ class RedisServer:
         self.version = Version({})
         self._read_all()
 
+    def move(self, line: Line, fake: Any) -> None:
+        """The job has made the server anew: it goes on there from the state that it was in."""
+        if fake is self._fake:
+            return
+        version, snapshot = self.version, self.save()
+        self._line.hang_up()
+        self._line, self._fake = line, fake
+        self._scripts.clear()
+        self._read_all()
+        self.restore(version, snapshot)
+
     # -- what the source tells ---------------------------------------------------------------------------------------
 
     def mark(self, db: int, keys: Iterable[bytes] | None, guess: str) -> None:

@@ -5,8 +5,13 @@ Those are servers that hold somebody's data, and all that are more than one serv
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
+import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from retrychaos.model.errors import WorldError
@@ -23,6 +28,12 @@ class Servers:
         self._stage = stage
         self._known: dict[Any, RedisServer] = {}
         """By address or server object; real ones by their run id, too."""
+        self._born: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._unwatched = False
+        self._met: set[str] = set()
+        """Names of servers that the running delivery has used."""
+        self._kept: list[Any] = []
+        """Server objects that were seen; a free one could give its id to another."""
 
     def of(self, connection: Any) -> RedisServer:
         """The server that a connection goes to. Raises WorldError, or ends the delivery, if it cannot be checked."""
@@ -33,6 +44,7 @@ class Servers:
             line = Line(connection, self._stage)
             server = self._fake_server(line, fake) if fake is not None else self._real_server(line, connection)
             self._known[place] = server
+        self._met.add(server.name)
         return server
 
     def _fake_server(self, line: Line, fake: Any) -> RedisServer:
@@ -43,10 +55,54 @@ class Servers:
             )
         others = sum(server.label.startswith("fakeredis") for server in self._known.values())
         label = f"fakeredis {others + 1}" if others else "fakeredis"
-        return self._adopt(f"redis:fake:{redis_fake.name_of(fake)}", label, line, fake)
+        self._kept.append(fake)
+        name = f"redis:fake:{redis_fake.name_of(fake)}"
+        if self._is_made(fake):
+            # To the job it is a server that has been there all along: the first, second, ... that are made in a
+            # delivery are the same in all of them, unless one has outlived an earlier delivery.
+            name = next(name for name in map("redis:fake:made {}".format, itertools.count(1)) if name not in self._met)
+        known = self._stage.find(name)
+        if isinstance(known, RedisServer):
+            known.move(line, fake)
+            return known
+        return self._adopt(name, label, line, fake)
+
+    def _is_made(self, fake: Any) -> bool:
+        """The running delivery has made it, or the client that it belongs to."""
+        drawn = redis_fake.drawn_name(fake)
+        if drawn is not None:
+            return self._stage.drew(drawn)
+        return redis_fake.name_of(fake) == f"{id(fake):x}" and (self._unwatched or fake in self._born)
+
+    def watch_births(self) -> Callable[[], None]:
+        """Note which servers of fakeredis are made while deliveries run. Returns what ends it."""
+        fakeredis = sys.modules.get("fakeredis")
+        if fakeredis is None:  # then all that there will be are made by the job
+            self._unwatched = True
+            return lambda: None
+        kind = fakeredis.FakeServer
+        original = kind.__init__
+
+        @functools.wraps(original)
+        def born(server: Any, *args: Any, **kwargs: Any) -> None:
+            original(server, *args, **kwargs)
+            if self._stage.running:
+                self._born.add(server)
+
+        kind.__init__ = born
+
+        def stop() -> None:
+            kind.__init__ = original
+
+        return stop
+
+    def end_delivery(self) -> None:
+        self._met.clear()
 
     def _real_server(self, line: Line, connection: Any) -> RedisServer:
         address = _address(connection)
+        path = getattr(connection, "path", None)
+        self._stage.claim_address(path or (connection.host, connection.port))
         about = info(line, "server")
         mode = "sentinel" if "Sentinel" in type(connection).__name__ else about.get("redis_mode", "standalone")
         if mode != "standalone":

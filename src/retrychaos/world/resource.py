@@ -104,6 +104,10 @@ class Stage(Protocol):
         """The adopted resource with that name."""
         ...
 
+    def drew(self, uuid: str) -> bool:
+        """A delivery of this check has drawn that random UUID (32 hexadecimal digits)."""
+        ...
+
     def adopt(self, resource: Resource) -> None:
         """Take a resource that a job is about to touch for the first time. Call it before its first step.
 

@@ -132,9 +132,11 @@ class SqlSource:
         if found is None:
             return
         database, handle = found
-        first = parameters[0] if executemany and parameters else parameters
+        # The ORM's bulk INSERT is one statement with the values of all rows in a row.
+        many = executemany and bool(parameters) and isinstance(parameters[0], tuple | dict)
+        first = parameters[0] if many else parameters
         self._step(database, handle, statement, first, parameters)
-        handle.rows = 1 if executemany and not handle.in_transaction else 0
+        handle.rows = 1 if many and not handle.in_transaction else 0
         handle.announced = not handle.rows  # else the trace callback reports the rows from the second on
 
     def _after_execute(self, connection: Connection, *rest: Any) -> None:
@@ -165,7 +167,7 @@ class SqlSource:
         # The event comes before the commit: here is the boundary, and what is committed is read at the next one.
         self._stage.step("commit", database, "COMMIT", "COMMIT")
         self._stage.touched(database)
-        handle.committing = True
+        handle.committing = handle.in_transaction  # else the driver sends no COMMIT
 
     def _executemany(self, cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
         """Row by row where rows are committed one by one and triggers make rows hard to tell apart."""
@@ -231,6 +233,9 @@ class SqlSource:
                 self._stage.adopt(known)
             assert isinstance(known, SqliteDatabase)
             follow_clock(raw)
+            if path is not None and not raw.in_transaction:
+                # A crash is a snapshot here, so nothing has to reach the disk. The connection ends with the delivery.
+                raw.execute("PRAGMA synchronous = OFF").close()
         finally:
             self._stage.quiet = quiet
         inherited = raw.in_transaction and not any(raw is opened for opened in self._opened)

@@ -76,13 +76,20 @@ class World:
     Implements :class:`~retrychaos.world.resource.Stage` for sources and resources.
     """
 
-    def __init__(self, *, now: Callable[[], float], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float],
+        options: Mapping[str, Any],
+        drew: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self.resources: dict[str, Resource] = {}
         self.sources: list[Source] = []
         self.recorder: Recorder | None = None
         self.escapes: Claims | None = None
         self.quiet = False
         self.now = now
+        self.drew = drew
         self._options = options
         self.found_facts: dict[str, Version] = {}
         """The state in which each resource was found: before the check touched it. Grows as resources are found."""
