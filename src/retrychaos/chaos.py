@@ -190,11 +190,9 @@ class Chaos:
                 check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
                 answer, clean = question(check)
             except BaseException:
-                world.shifted = False
-                world.restore(None)
+                self._leave(world, clock, None)
                 raise
-            world.shifted = False
-            world.restore(clean)
+            self._leave(world, clock, clean)
             if clean is not None:
                 self._earlier[:] = [_Earlier(this, Again(world.found(), clean))]
             return answer
@@ -202,6 +200,13 @@ class Chaos:
             _running = False
             workshop.stop()
             world.close()
+
+    def _leave(self, world: World, clock: Clock, state: Saved | None) -> None:
+        """Put the world into a state (None: as it was found) in which real time can go on."""
+        world.shifted = False
+        clock.set(clock.base if state is None else state.at)
+        world.restore(state)
+        world.land(clock.ahead())
 
     def _furnish(self, world: World, workshop: Workshop) -> None:
         """Every source whose library is installed; a job may import it as late as it likes."""

@@ -105,9 +105,7 @@ def compare(programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Pat
         pytest.fail(f"{len(failures)} disagreements\n\n" + "\n\n".join(failures), pytrace=False)
 
 
-def _failures(
-    programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any
-) -> Iterator[str]:
+def _failures(programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any) -> Iterator[str]:
     with closing(Shop(folder, client)) as shop:
         for name, program in programs:
             verdict = oracle.judge(program, CRASHES)

@@ -108,6 +108,7 @@ class Canon:
         """Fingerprints known already, by the relations that they are of."""
         self._caps: dict[Place, Counter[Template]] = {}
         self._blind: tuple[str, ...] = ()
+        self._old: tuple[int, Set[Cell]] = (0, frozenset())
         self.neutral = neutral
         """The state in which resources were found; a relation that is as then adds nothing to a fingerprint."""
 
@@ -387,7 +388,7 @@ class Canon:
         if _TIME.match(text) and self._is_time(text):
             leaves.append(TIME)
             return
-        if _STREAM_ID.fullmatch(text) and self._is_time(int(text.partition("-")[0])):
+        if _STREAM_ID.fullmatch(text) and self._is_time(int(text.partition("-")[0])) and text not in self._old_ids():
             names.append((len(leaves), ("stream id", text)))
             leaves.append(STREAM_ID)
             return
@@ -414,6 +415,18 @@ class Canon:
                     leaves += (text[start : match.start()], RANDOM)
                     start = match.end()
         leaves.append(text[start:] if start else text)
+
+    def _old_ids(self) -> Set[Cell]:
+        """Ids of stream entries that were there before the job."""
+        if len(self.neutral) != self._old[0]:
+            streams = (
+                relation.rows
+                for version in self.neutral.values()
+                for relation in version.relations.values()
+                if relation.ttl is not None
+            )
+            self._old = (len(self.neutral), {row[2] for rows in streams for row in rows if row[1] == "stream"})
+        return self._old[1]
 
     def _is_time(self, leaf: Any) -> bool:
         moment = _moment(leaf)

@@ -13,8 +13,8 @@ from retrychaos.runtime.patching import Patches
 
 _real_sleep = time.sleep
 _real_monotonic = time.monotonic
-_HOUR = 3600.0
-_MARGIN = 600.0
+_DAY = 86_400.0
+_MARGIN = 180.0
 
 
 class Clock:
@@ -25,7 +25,8 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.base = _whole(time.time())
+        self._real = time.time()
+        self.base = _away_from_midnight(self._real)
         self.instants: set[float] = set()
         """Every instant (seconds since the epoch) at which a job of this check could read the clock."""
         self._now = self.base
@@ -69,6 +70,10 @@ class Clock:
         """Virtual seconds since the epoch."""
         return self._now
 
+    def ahead(self) -> float:
+        """Seconds by which virtual time is ahead of the real one."""
+        return self._now - (self._real + _real_monotonic() - self._started)
+
     def set(self, instant: float) -> None:
         """Move the clock to `instant`."""
         self._now = instant
@@ -76,12 +81,11 @@ class Clock:
         self._traveller.move_to(instant, tick=False)
 
 
-def _whole(now: float) -> float:
-    """A start from which minutes can pass without a new hour: dates must not change by the time a check is run."""
-    # Later than anything that fixtures have noted, so that their times are not taken for the job's; and with a fraction
-    # that floats hold exactly.
-    seconds = float(int(now)) + 2.25
-    into = seconds % _HOUR
-    if into > _HOUR - _MARGIN:
-        seconds += _HOUR - into + 1
-    return seconds
+def _away_from_midnight(now: float) -> float:
+    """A start from which some minutes can pass without a new day: dates must not change by the time a check is run."""
+    local = time.localtime(now).tm_gmtoff
+    for offset in (0, local):
+        left = _DAY - (now + offset) % _DAY
+        if left < _MARGIN:
+            now += left + 1
+    return now

@@ -219,7 +219,7 @@ class _Delivery:
         with self._lock:
             if self.fence is not None:
                 raise self.fence
-            self._look()
+            self.look()
             if len(self._steps) >= MAX_STEPS:
                 self._give_up("hung")
             if self._order.traced:
@@ -264,7 +264,7 @@ class _Delivery:
         if expired:
             self._end = "stopped"
         if self._cause is None and not expired:
-            self._look()
+            self.look()
 
     def sleep(self, seconds: float) -> None:
         """Virtual sleep. Waiting for something that cannot happen otherwise goes on to the next expiry."""
@@ -272,7 +272,7 @@ class _Delivery:
         with self._lock:
             if self.fence is not None:
                 raise self.fence
-            self._look()
+            self.look()
             step = Step("sleep", "clock", "sleep", f"sleep({seconds:g})")
             if self._order.traced:
                 step = replace(step, site=user_site(sys._getframe(2)))
@@ -302,8 +302,8 @@ class _Delivery:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        if self._world.dirty:
+    def look(self) -> None:
+        if self._world.dirty and self.fence is None:
             self._compare(self._world.facts())
 
     def _compare(self, facts: Facts) -> None:

@@ -262,6 +262,9 @@ class Calls:
     def shift(self, seconds: float) -> None:
         """Receivers have no clock."""
 
+    def land(self, ahead: float) -> None:
+        """What has arrived stays."""
+
     def shift_ids(self, by: int) -> None:
         """Receivers draw no ids of their own."""
 

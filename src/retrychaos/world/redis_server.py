@@ -168,6 +168,14 @@ class RedisServer:
         if self._fake is None:
             self._hasten(round(seconds * 1000))
 
+    def land(self, ahead: float) -> None:
+        if self._fake is None:
+            return  # restore() has put keys on the server's own clock
+        for db, states in self._dbs.items():
+            ends = [(key, state.expiry) for key, state in states.items() if state.expiry is not None]
+            if ends:
+                self._line.ask([("PEXPIREAT", key, round(end - ahead * 1000)) for key, end in ends], db)
+
     def shift_ids(self, by: int) -> None:
         """Redis draws no ids."""
 

@@ -52,6 +52,10 @@ class Resource(Protocol):
         """The virtual clock has moved by `seconds`; stores with a clock of their own follow."""
         ...
 
+    def land(self, ahead: float) -> None:
+        """The check is over, its clock was `ahead` seconds ahead of real time: what lives for a time lives as long."""
+        ...
+
     def shift_ids(self, by: int) -> None:
         """Let the store draw other row ids than usual from now on, where it has a counter for them."""
         ...
@@ -94,6 +98,10 @@ class Stage(Protocol):
 
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         """A step is about to run: here is a boundary. May raise a BaseException that ends the delivery."""
+        ...
+
+    def look(self) -> None:
+        """Note now what has been committed, at the boundary before the next step."""
         ...
 
     def touched(self, resource: Resource) -> None:

@@ -316,7 +316,9 @@ class SqlSource:
                 self._stage.step("commit", database, "COMMIT", "COMMIT")
                 self._stage.touched(database)
             handle.committing = False
-        elif not word.startswith(("BEGIN", "ROLLBACK", "--")):
+        elif word.startswith("BEGIN"):
+            self._stage.look()  # what was committed cannot be told apart any more once the transaction is open
+        elif not word.startswith(("ROLLBACK", "--")):
             self._raw(database, handle, statement)
 
     def _raw(self, database: SqliteDatabase, handle: Handle, statement: str) -> None:

@@ -199,6 +199,9 @@ class SqliteDatabase:
     def shift(self, seconds: float) -> None:
         """SQLite has no clock of its own: its functions are overridden."""
 
+    def land(self, ahead: float) -> None:
+        """Nothing in a database ends by itself."""
+
     def shift_ids(self, by: int) -> None:
         """Let every table draw other row ids, disjoint per table, as a busy database would have them."""
         tables = [name for name, table in self._tables.items() if table.rowid is not None]

@@ -21,6 +21,7 @@ class Recorder(Protocol):
     """The running delivery, as the world sees it."""
 
     def boundary(self, step: Step) -> None: ...
+    def look(self) -> None: ...
     def refuse(self, problem: Exception) -> NoReturn: ...
     def fail(self, problem: Exception) -> None: ...
     def doubt(self, reason: str) -> None: ...
@@ -41,6 +42,8 @@ class Saved:
 
     facts: Facts
     blobs: Mapping[str, Blob]
+    at: float
+    """What the virtual clock showed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +114,10 @@ class World:
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         assert self.recorder is not None
         self.recorder.boundary(Step(kind, resource.name, text, detail))
+
+    def look(self) -> None:
+        if self.recorder is not None:
+            self.recorder.look()
 
     def touched(self, resource: Resource) -> None:
         self._touched[resource.name] = resource
@@ -201,6 +208,7 @@ class World:
         return Saved(
             {**{name: version for name, (version, _) in waiting.items()}, **facts},
             {**{name: blob for name, (_, blob) in waiting.items()}, **blobs},
+            self.now(),
         )
 
     def restore(self, saved: Saved | None) -> None:
@@ -220,6 +228,11 @@ class World:
             resource.restore(version, blob)
             self._shift_ids(resource)
 
+    def land(self, ahead: float) -> None:
+        """The check is over: real time goes on, and the virtual clock was `ahead` of it by so many seconds."""
+        for resource in self.resources.values():
+            resource.land(ahead)
+
     def distrust(self) -> None:
         """Another process has worked on the stores: what was read of them before counts for nothing."""
         for resource in self.resources.values():
@@ -227,7 +240,7 @@ class World:
 
     def found(self) -> Saved:
         """How every resource was found."""
-        return Saved(dict(self.found_facts), dict(self._found_blobs))
+        return Saved(dict(self.found_facts), dict(self._found_blobs), self.now())
 
     def end_delivery(self) -> list[str]:
         for source in self.sources:
