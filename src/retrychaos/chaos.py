@@ -291,6 +291,8 @@ def _refuse_misuse(job: Any) -> None:
             f"the job must be something callable, and {job!r} is not. Pass the function and its arguments apart: "
             "chaos.check(charge, order_id), not chaos.check(charge(order_id))."
         )
+    if inspect.isgeneratorfunction(job):
+        raise ChaosError(f"{job_name(job)} is a generator function: calling it runs nothing. Pass what consumes it.")
     if inspect.iscoroutinefunction(job) or inspect.isasyncgenfunction(job):
         raise ChaosError(f"{job_name(job)} is async; async jobs are not covered yet.")
 

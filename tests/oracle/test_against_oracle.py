@@ -42,7 +42,8 @@ def explore_and_compare(program: Program, verdict: Verdict, shop: Shop) -> None:
         return
     report = chaos.explore(job)
     assert report.verdict == ("proven" if verdict.crashes is None else "failed"), _told(report)
-    assert _totals(report.baseline.rows) == _totals(verdict.ledger, report.baseline.rows), _told(report)
+    shown = report.baseline.rows
+    assert _totals(shown, shown) == _totals(verdict.ledger, shown), _told(report)
     if verdict.crashes is None:
         return
     assert min(finding.plan.crashes for finding in report.findings) == verdict.crashes, _told(report)
@@ -79,9 +80,9 @@ def _deviation(differences: Iterable[Difference]) -> dict[str, tuple[int, int]]:
     return {effect: (more[effect], less[effect]) for effect in {*more, *less}}
 
 
-def _totals(ledger: Any, only: Iterable[str] | None = None) -> dict[str, int]:
+def _totals(ledger: Any, touched: Iterable[str]) -> dict[str, int]:
     """Effect -> number of rows, of effects that the job has touched."""
-    wanted = {_plain(effect) for effect in (only or ledger)} - {"schema"}
+    wanted = {_plain(effect) for effect in touched} - {"schema"}
     return {_plain(effect): Counter(rows).total() for effect, rows in ledger.items() if _plain(effect) in wanted}
 
 

@@ -35,9 +35,11 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
     if outcome.cause is not None:
         raise outcome.cause
     if outcome.end == "failed":
+        locked = "database is locked" in outcome.error
+        hint = " Does the test, or a fixture, hold a transaction open? Commit it before the check." if locked else ""
         raise BaselineError(
             f"the job failed in the clean run, without any fault: {outcome.error}. So no baseline exists to compare "
-            f"with. Make it pass once by itself, then check it again.\n\n{outcome.trace}"
+            f"with. Make it pass once by itself, then check it again.{hint}\n\n{outcome.trace}"
         )
     if outcome.end in ("stopped", "hung"):
         why = "it waits for something that never comes" if outcome.end == "hung" else f"{limit:.0f} s were not enough"
@@ -47,7 +49,7 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
             f"the job did not end in the clean run ({why}; {done}). So no baseline exists to compare with. Look for an "
             "endless loop, or raise the option budget."
         )
-    if not outcome.changes:
+    if not outcome.changes and not outcome.doubts:
         seen = f"{len(outcome.steps)} steps were seen, none changed anything" if outcome.steps else "no step was seen"
         raise BaselineError(
             f"the job had no effect in the clean run ({seen}), so there is nothing to check. Arrange data that makes "

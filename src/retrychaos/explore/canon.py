@@ -42,6 +42,7 @@ _MASK = 2**128 - 1
 _MOST_ROWS = 500_000
 _DRAWN = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\b\d{7,}\b")
 _BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
+_NUMBER = re.compile(r"\d+")
 _STREAM_ID = re.compile(r"\d{13}-\d+")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
@@ -94,6 +95,8 @@ class Canon:
     def __init__(self, clock: Clock, chance: Chance, neutral: Facts) -> None:
         self._clock = clock
         self._patterns: dict[Place, dict[_Spots, set[Template]]] = defaultdict(lambda: defaultdict(set))
+        self._texts: dict[Place, dict[str, tuple[str, ...]]] = defaultdict(dict)
+        """Texts that hold row ids, with # for each number, and whose ids these are."""
         self._masked: set[Place] = set()
         self._offsets: set[int] = {0}
         self._moments: frozenset[int] = frozenset()
@@ -172,6 +175,9 @@ class Canon:
             if all(self._learn_time(mine[i], theirs[i]) for i in differing):
                 learned = True
                 continue
+            if all(self._learn_text(place, mine[i], theirs[i], ids) for i in differing):
+                learned = True
+                continue
             spots = tuple((i, _reference(mine[i], theirs[i], ids)) for i in differing)
             key = _blank(mine, differing)
             if key not in self._patterns[place][spots]:
@@ -185,6 +191,21 @@ class Canon:
         """Names found by comparing clean runs are not names here: they differ without being used consistently."""
         self._masked.add(place)
         self._forget()
+
+    def _learn_text(self, place: Place, mine: Any, theirs: Any, ids: IdPairs) -> bool:
+        """Two texts that differ in row ids only, such as an address of a page: ids are names there, the rest is not."""
+        if not (isinstance(mine, str) and isinstance(theirs, str)) or _NUMBER.sub("#", mine) != _NUMBER.sub(
+            "#", theirs
+        ):
+            return False
+        kinds: list[str] = []
+        for one, two in zip(_NUMBER.findall(mine), _NUMBER.findall(theirs), strict=True):
+            kinds.append("" if one == two else _reference(int(one), int(two), ids))
+        skeleton = _NUMBER.sub("#", mine)
+        if "volatile" in kinds or len(skeleton) < 6:
+            return False
+        self._texts[place][skeleton] = tuple(kinds)
+        return True
 
     def _learn_time(self, mine: Any, theirs: Any) -> bool:
         """Two moments at the same distance from the clocks of their runs: a time, at that distance from now on."""
@@ -281,7 +302,7 @@ class Canon:
             if max(positions, default=-1) < len(template) and _blank(template, positions) in known:
                 names = [(at, name) for at, name in names if at not in positions]
                 if place not in self._masked:
-                    names += [(at, (kind, _freeze(template[at]))) for at, kind in spots]
+                    names += [(at, (kind, _value(template[at], kind))) for at, kind in spots]
                 template = _blank(template, positions)
         ordered = tuple(name for _, name in sorted(names, key=lambda item: item[0]))
         seen: dict[Name, int] = {}
@@ -296,6 +317,7 @@ class Canon:
         leaves: list[Any] = []
         names: list[tuple[int, Name]] = []
         starts: list[int] = []
+        known = place in self._texts
         blind = self._blind_columns(place, relation, row) if self._blind else ()
         for index, cell in enumerate(row):
             starts.append(len(leaves))
@@ -308,7 +330,11 @@ class Canon:
                 leaves.append(ROW_ID)
             else:
                 for leaf in _leaves(cell):
-                    self._add_leaf(leaf, leaves, names)
+                    kinds = self._texts[place].get(_NUMBER.sub("#", leaf)) if isinstance(leaf, str) and known else None
+                    if kinds is not None:
+                        _add_ids(leaf, kinds, leaves, names)
+                    else:
+                        self._add_leaf(leaf, leaves, names)
         return leaves, names, starts
 
     def view(self, place: Place, relation: Relation, row: Row) -> View:
@@ -548,12 +574,27 @@ def _hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest(), "big")
 
 
-def _freeze(leaf: Any) -> Cell:
-    return repr(leaf) if isinstance(leaf, Hole) else leaf
+def _value(leaf: Any, kind: str) -> Cell:
+    """What a name stands for; row ids are numbers, also where they are written as text."""
+    if isinstance(leaf, Hole):
+        return repr(leaf)
+    return int(leaf) if kind != "volatile" and isinstance(leaf, str) and leaf.isdigit() else leaf
+
+
+def _add_ids(text: str, kinds: Sequence[str], leaves: list[Any], names: list[tuple[int, Name]]) -> None:
+    start = 0
+    for match, kind in zip(_NUMBER.finditer(text), kinds, strict=True):
+        if kind:
+            names.append((len(leaves) + 1, (kind, int(match.group()))))
+            leaves += (text[start : match.start()], ROW_ID)
+            start = match.end()
+    leaves.append(text[start:])
 
 
 def _reference(mine: Any, theirs: Any, ids: IdPairs) -> str:
     """The kind of name for a cell that differs between two runs: a row id of some table, or anything else."""
+    if isinstance(mine, str) and isinstance(theirs, str) and mine.isdigit() and theirs.isdigit():
+        mine, theirs = int(mine), int(theirs)
     for table, (one, two) in ids.items():
         if type(mine) is int and mine in one and theirs in two:
             return f"{table} id"

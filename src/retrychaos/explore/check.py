@@ -71,6 +71,8 @@ class Check:
             first = first_run(runner, self._start, self._limit())
             self._clean_run_done()
             clean = first.saved
+            if not first.changes:
+                return Checked(self._unseen(first), clean)
             if self._options.isolation == "process":
                 return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
             report = self._close(runner, first)
@@ -83,8 +85,7 @@ class Check:
             runner: Runner = Here(self._workshop, self._job)
             first = first_run(runner, self._start, self._limit())
             self._clean_run_done()
-            if self._options.isolation == "process":
-                runner = self._fork()
+            runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
             found = self._found()
             baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
             done = perform(plan, runner, self._start, self._limit())
@@ -104,7 +105,8 @@ class Check:
         if baseline.unstable and isinstance(runner, Here):
             return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left its memory to the second
         if baseline.unstable:
-            return self._inconclusive(baseline, baseline.unstable)
+            doubts = [*first.doubts, *baseline.second.doubts, baseline.unstable]
+            return self._inconclusive(doubts[0], _ledger(baseline), len(first.steps))
         spent = False
         while True:
             closure = self._closure(runner, baseline)
@@ -198,7 +200,7 @@ class Check:
     def _guarantee(self, verdict: str, baseline: Baseline, closure: Closure, reason: str) -> str:
         most = self._options.crashes
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
-        late = "" if not closure.fading else ", also after expiries" if self._options.late else ", before any expiry"
+        late = "at once and after each expiry" if self._options.late else "at once"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
         needed = ", ".join(sorted(baseline.judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
@@ -206,7 +208,7 @@ class Check:
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
-                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time{late}: "
+                f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time, redelivered {late}: "
                 f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
             )
         if verdict == INCONCLUSIVE:
@@ -257,19 +259,23 @@ class Check:
         differences = found.differences if found else ()
         return Deviation("stuck", done.error or "it waits for ever", differences, "no later delivery gets further")
 
-    def _inconclusive(self, baseline: Baseline, reason: str) -> Report:
+    def _unseen(self, first: Outcome) -> Report:
+        """Nothing changed in the ledger, but the job has done something outside of it."""
+        return self._inconclusive(first.doubts[0], Ledger(), len(first.steps))
+
+    def _inconclusive(self, reason: str, ledger: Ledger, steps: int) -> Report:
         return Report(
             job=self._name,
             verdict=INCONCLUSIVE,
             guarantee=f"none: {reason}",
             findings=(),
-            baseline=_ledger(baseline),
+            baseline=ledger,
             states=1,
             runs=2,
-            boundaries=len(baseline.run.steps) + 1,
+            boundaries=steps + 1,
             stop_reason=reason,
             seconds=_perf_counter() - self._started,
-            steps=len(baseline.run.steps),
+            steps=steps,
         )
 
     # -- time and processes -----------------------------------------------------------------------------------------

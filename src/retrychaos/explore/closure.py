@@ -113,8 +113,6 @@ class Closure:
         self.boundaries = 0
         self.bounded = False
         """States were left out because they take more than MAX_DELIVERIES."""
-        self.fading = False
-        """Some state holds things that end by themselves."""
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.suspects: list[Suspect] = []
@@ -277,7 +275,6 @@ class Closure:
 
     def _add_late(self, state: State) -> None:
         """The same state, with a message that comes back only when something in it has ended."""
-        self.fading = self.fading or bool(state.expiries)
         for number, wait in enumerate(_until_ends(state) if self._scope.late else []):
             late = replace(state, mark=state.mark + bytes([number % 256]), wait=wait)
             self.states[late.mark] = late

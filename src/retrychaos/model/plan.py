@@ -76,6 +76,8 @@ def belongs(token: str, job: str) -> bool:
 
 def read(token: str) -> tuple[Leg, ...]:
     """The deliveries of a token, of whatever job. Raises PlanError if it is damaged or of another version."""
+    if not isinstance(token, str):
+        raise PlanError(f"a plan is given by its token, a text that begins with {VERSION!r}, not by {token!r}.")
     parts = token.strip().split(".")
     if not re.fullmatch(r"rc\d+", parts[0]):
         raise PlanError(f"{token!r} is not a token of retrychaos; tokens begin with {VERSION!r}. Copy the whole token.")

@@ -50,9 +50,9 @@ class Clock:
                 sleep(seconds)
 
         def monotonic() -> float:
-            if threading.get_ident() != self._thread:
-                return _real_monotonic()
-            return self._started + (self._now - self.base)
+            # It goes on in real time as well: an event loop sleeps by it, and would never wake.
+            slept = self._now - self.base if threading.get_ident() == self._thread else 0.0
+            return _real_monotonic() + slept
 
         self._travel = time_machine.travel(self.base, tick=False)
         self._traveller = self._travel.start()
@@ -82,7 +82,12 @@ class Clock:
 
 
 def _away_from_midnight(now: float) -> float:
-    """A start from which some minutes can pass without a new day: dates must not change by the time a check is run."""
+    """A start from which some minutes can pass without a new day: dates must not change by the time a check is run.
+
+    Somebody who has frozen the clock before midnight wants it to be midnight.
+    """
+    if time.time() == now == time.time():
+        return now
     local = time.localtime(now).tm_gmtoff
     for offset in (0, local):
         left = _DAY - (now + offset) % _DAY

@@ -64,6 +64,8 @@ class Watched:
             bound.apply_defaults()
             arguments = dict(bound.arguments)
         key = None if self.key is None else plain(self._key_value(arguments, kwargs))
+        if key == "":
+            key = None  # no receiver deduplicates on nothing
         return Call(copied(args), copied(kwargs), copied(arguments), key)
 
     def _key_value(self, arguments: dict[str, Any], kwargs: dict[str, Any]) -> object:

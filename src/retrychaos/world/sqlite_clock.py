@@ -1,7 +1,9 @@
-"""SQLite's time functions on Python's clock, which a check can move."""
+"""SQLite's time and random functions on Python's clock and randomness, which a check controls."""
 
 from __future__ import annotations
 
+import os
+import random
 import sqlite3
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ _builtins: sqlite3.Connection | None = None
 
 
 def follow_clock(connection: sqlite3.Connection) -> None:
-    """Let SQLite's time functions read Python's clock, which a check can move.
+    """Let SQLite's time functions read Python's clock, and its random functions draw from Python.
 
     The built-in functions cannot be brought back, so these stay on a connection that outlives the check; they then
     give the real time.
@@ -20,6 +22,8 @@ def follow_clock(connection: sqlite3.Connection) -> None:
     try:
         for name, form in _FORMS.items():
             connection.create_function(name, 0, _current(form), deterministic=True)
+        connection.create_function("random", 0, lambda: random.getrandbits(64) - 2**63)
+        connection.create_function("randomblob", 1, lambda size: os.urandom(max(1, int(size))))
         for name in ("date", "time", "datetime", "julianday", "strftime", "unixepoch"):
             connection.create_function(name, -1, _moment(name), deterministic=True)
     except sqlite3.OperationalError:
