@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from retrychaos import BaselineError, Chaos, PlanError
+from retrychaos.explore.canon import alike
 from retrychaos.explore.closure import MAX_DELIVERIES
 
 Job = Callable[[Engine], None]
@@ -186,7 +187,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "random": random.random,
     "randint": lambda: random.randint(0, 10**9),
     "now": lambda: str(datetime.datetime.now()),
-    "utc": lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(),
+    "utc": lambda: datetime.datetime.now(datetime.UTC).isoformat(),
     "in an hour": lambda: str(datetime.datetime.now() + datetime.timedelta(hours=1)),
     "epoch": time.time,
     "seconds": lambda: int(time.time()),
@@ -422,3 +423,61 @@ def test_a_value_that_decides_and_is_volatile_is_not_proven(chaos: Chaos, db: En
 
     report = chaos.explore(job, db)
     assert report.verdict != "failed"
+
+
+def test_a_cell_that_is_yet_to_be_filled_is_not_the_same_as_one_with_a_token(chaos: Chaos, db: Engine) -> None:
+    """The token's cell is volatile; the empty cell before it is not, or the two states were one."""
+    run(db, "INSERT INTO items (id, k, v) VALUES (1, 'x', NULL)")
+
+    class Registry:
+        def register(self, key: str) -> str: ...  # type: ignore[empty-body]
+
+    answers = itertools.count(1)
+    chaos.watch(Registry, "register", result=lambda *args, **kwargs: f"id_{next(answers)}", key="key")
+
+    def right(db: Engine) -> None:
+        if run(db, "SELECT v FROM items WHERE id = 1")[0][0] is None:
+            run(db, "UPDATE items SET v = :v WHERE id = 1", v=Registry().register("x"))
+
+    report = chaos.explore(right, db)
+    assert (report.verdict, report.states) == ("proven", 3), report.stop_reason
+
+
+def test_a_word_in_place_of_a_token_is_a_fault(chaos: Chaos, db: Engine) -> None:
+    """A clean run leaves a random value, a redelivery gives up and says so in the same cell."""
+    run(db, "INSERT INTO items (id, k, v) VALUES (1, 'new', NULL)")
+
+    def wrong(db: Engine) -> None:
+        state = run(db, "SELECT k FROM items WHERE id = 1")[0][0]
+        if state == "new":
+            run(db, "UPDATE items SET k = 'begun' WHERE id = 1")
+            run(db, "UPDATE items SET k = 'done', v = :v WHERE id = 1", v=f"{random.getrandbits(64):x}")
+        elif state == "begun":
+            run(db, "UPDATE items SET k = 'done', v = 'failed' WHERE id = 1")
+
+    report = chaos.explore(wrong, db)
+    assert [(found.kind, found.effect) for found in report.findings] == [("changed", "items")]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "one", "two", "same"),
+    [
+        ("ch_7", "ch_1", "ch_2", True),
+        ("xx_7", "ch_1", "ch_2", False),
+        ("", "a1b2c3d4", "99ff00aa", False),
+        ("failed", "a1b2c3d4", "99ff00aa", False),
+        ("FAILED99", "a1b2c3d4", "99ff00aa", False),
+        ("deadbee5", "a1b2c3d4", "99ff00aa", True),
+        (None, "a1b2c3d4", "99ff00aa", False),
+        (0, 0.25, 0.75, True),
+        (0.0, 0.25, 0.75, False),
+        (0.5, 0.25, 0.75, True),
+        (-1, 482911, 991822, False),
+        (100, 48291, 99182, True),
+        (True, 1, 5, False),
+        (b"12", b"ab", b"cd", True),
+        (b"", b"ab", b"cd", False),
+    ],
+)
+def test_what_may_be_another_draw(leaf: Any, one: Any, two: Any, same: bool) -> None:
+    assert alike(leaf, one, two) is same

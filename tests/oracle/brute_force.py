@@ -29,13 +29,14 @@ import redis
 import redis.connection
 from sqlalchemy import event
 
-from tests.oracle.jobs import Program, Shop, perform
+from tests.oracle.jobs import ATTEMPTS, Shop
 
 MOST_DELIVERIES = 6
 """How often a job may fail in a row before it is said never to finish."""
 TIMEOUT = 60
 """Seconds after which a delivery that hangs is ended, to fail the test."""
 
+Job: TypeAlias = Callable[[Shop], None]
 Ledger: TypeAlias = Mapping[str, Counter[Any]]
 """Table, Redis key or receiver -> what is there, without ids that the database has drawn."""
 
@@ -52,6 +53,20 @@ class Durable:
     ledger: Ledger = field(compare=False)
     passing: frozenset[str] = field(compare=False)
     """Effects in the ledger that end by themselves."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What comes of a job, whose code both processes can import, if it meets up to so many crashes?
+
+    thorough: kill also where nothing durable has changed since the step before, and go on when harm was done.
+    """
+
+    job: Job
+    journal: str = "delete"
+    volatile: tuple[str, ...] = ()
+    crashes: int = 3
+    thorough: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,26 +208,26 @@ class _Site:
             pass
         self.shop.close()
 
-    def deliver(self, program: Program, start: Durable, kill_before: int | None = None) -> tuple[str, list[int]]:
+    def deliver(self, job: Job, start: Durable, kill_before: int | None = None) -> tuple[str, list[int]]:
         """One delivery in a process of its own: how it ended, and before which steps a kill is worth while."""
         self.put(start)
         self.deliveries += 1
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            self._child(program, kill_before, writer)
+            self._child(job, kill_before, writer)
         os.close(writer)
         with open(reader, "rb") as answer:
             told = answer.read()
         _, status = os.waitpid(child, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert killed == (kill_before is not None), f"{program} ended with {status}, to be killed: {kill_before}"
+        assert killed == (kill_before is not None), f"{job} ended with {status}, to be killed: {kill_before}"
         if killed:
             return "killed", []
         end, moments = pickle.loads(told)
         return end, moments
 
-    def _child(self, program: Program, kill_before: int | None, writer: int) -> NoReturn:
+    def _child(self, job: Job, kill_before: int | None, writer: int) -> NoReturn:
         try:
             signal.alarm(TIMEOUT)
             shop = self.shop
@@ -221,7 +236,7 @@ class _Site:
             if self._socket:
                 shop.redis = redis.Redis(unix_socket_path=self._socket)
             try:
-                perform(program, shop)
+                job(shop)
             except Exception:
                 end = "raised"
             else:
@@ -312,15 +327,16 @@ def _received(calls: tuple[str, ...]) -> dict[str, Counter[Any]]:
 class _Search:
     """Breadth first by the number of crashes; a delivery that fails costs none."""
 
-    def __init__(self, site: _Site, program: Program, most_crashes: int, thorough: bool) -> None:
+    def __init__(self, site: _Site, question: Question) -> None:
         self._site = site
-        self._program = program
-        self._depth = most_crashes
-        self._thorough = thorough
+        self._job = question.job
+        self._volatile = question.volatile
+        self._depth = question.crashes
+        self._thorough = question.thorough
         self._states: dict[Any, _State] = {}
         self._queue: deque[_State] = deque()
         site.deliveries = 0
-        site.shop.furnish(program.journal)
+        site.shop.furnish(question.journal)
         self._first = self._reach(site.get(), 0)
 
     def verdict(self) -> Verdict:
@@ -354,8 +370,8 @@ class _Search:
             self._stop_at(state)
             return
         state.visited = True
-        site, program = self._site, self._program
-        state.end, moments = site.deliver(program, state.durable)
+        site, job = self._site, self._job
+        state.end, moments = site.deliver(job, state.durable)
         after = site.get()
         if state.end == "raised":
             state.next = self._reach(after, state.crashes, state.failures + 1, state.waited)
@@ -370,7 +386,7 @@ class _Search:
         if self._thorough:
             moments = list(range(1, moments[-1] + 1))
         for step in moments:
-            site.deliver(program, state.durable, step)
+            site.deliver(job, state.durable, step)
             self._reach(site.get(), state.crashes + 1)
 
     def _problems(self) -> Iterator[Problem]:
@@ -417,7 +433,7 @@ class _Search:
     def _differences(self, state: _State) -> dict[str, tuple[Counter[Any], Counter[Any]]]:
         """What is there too often and what is missing. What ends by itself may have been left, or have ended."""
         assert self._first.next is not None
-        expected, found = _masked(self._program, self._first.next.durable), _masked(self._program, state.durable)
+        expected, found = self._compared(self._first.next.durable), self._compared(state.durable)
         differences = {}
         for effect in {*expected, *found}:
             more = found.get(effect, Counter()) - expected.get(effect, Counter())
@@ -430,30 +446,28 @@ class _Search:
                 differences[effect] = (more, less)
         return differences
 
-
-def _masked(program: Program, durable: Durable) -> Ledger:
-    """A ledger without what the job declares not to be compared."""
-    if not program.volatile:
-        return durable.ledger
-    orders = Counter({row[:3]: 1 for row in durable.ledger["orders"]})
-    return {**durable.ledger, "orders": orders}
+    def _compared(self, durable: Durable) -> Ledger:
+        """A ledger without what the job declares not to be compared."""
+        if ATTEMPTS not in self._volatile:
+            return durable.ledger
+        return {**durable.ledger, "orders": Counter(row[:3] for row in durable.ledger["orders"].elements())}
 
 
 # -- the process ----------------------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answers programs on stdin with verdicts on stdout, until stdin ends."""
+    """Answers questions on stdin with verdicts on stdout, until stdin ends."""
     folder, socket = sys.argv[1], sys.argv[2] or None
     site = _Site(Path(folder), socket)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
-            program, most_crashes, thorough = pickle.load(requests)
+            question = pickle.load(requests)
         except EOFError:
             return
         try:
-            answer: Any = _Search(site, program, most_crashes, thorough).verdict()
+            answer: Any = _Search(site, question).verdict()
         except Exception as problem:
             answer = problem
         pickle.dump(answer, answers)
@@ -474,13 +488,9 @@ class Oracle:
             cwd=Path(__file__).parents[2],
         )
 
-    def judge(self, program: Program, crashes: int = 3, thorough: bool = False) -> Verdict:
-        """What comes of up to so many crashes.
-
-        thorough: kill also where nothing durable has changed since the step before, and go on when harm was done.
-        """
+    def judge(self, question: Question) -> Verdict:
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((program, crashes, thorough), self._process.stdin)
+        pickle.dump(question, self._process.stdin)
         self._process.stdin.flush()
         answer = pickle.load(self._process.stdout)
         if isinstance(answer, Exception):

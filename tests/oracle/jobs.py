@@ -1,7 +1,7 @@
 """Random background jobs, right and wrong: programs of a few operations on a shop.
 
-A program is plain data whose repr can be pasted into a test. `perform` runs it; the same call is given to the oracle
-and to retrychaos.
+A program is plain data whose repr can be pasted into a test. Called with a shop it is a job; the same call is given to
+the oracle and to retrychaos.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import redis
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -32,6 +31,9 @@ SCHEMA = """
 """
 DELAY = 600
 """Seconds until a lock ends by itself: longer than any test, so that only a simulated clock gets there."""
+
+
+ATTEMPTS = "orders.attempts"
 
 
 class Base(DeclarativeBase):
@@ -70,13 +72,20 @@ class Program:
         return [operation[0] for block in self.blocks for operation in block.operations]
 
     @property
-    def needs_redis(self) -> bool:
-        return any(name.startswith("r_") for name in self.operations)
-
-    @property
     def volatile(self) -> tuple[str, ...]:
         """A counter of attempts differs by its nature, so it is not compared."""
-        return ("orders.attempts",) if "give_up_after" in self.operations else ()
+        return (ATTEMPTS,) if "give_up_after" in self.operations else ()
+
+    def __call__(self, shop: Shop) -> None:
+        for block in self.blocks:
+            try:
+                if _perform(block, shop):
+                    return
+            except (IntegrityError, sqlite3.IntegrityError):
+                if not block.swallow:
+                    raise
+                if block.swallow == "stop":
+                    return
 
 
 # -- the world of a job ---------------------------------------------------------------------------------------------
@@ -482,20 +491,7 @@ STYLES = {
 }
 
 
-def perform(program: Program, shop: Shop) -> None:
-    """Run a job."""
-    for block in program.blocks:
-        try:
-            if _perform_block(block, shop):
-                return
-        except (IntegrityError, sqlite3.IntegrityError):
-            if not block.swallow:
-                raise
-            if block.swallow == "stop":
-                return
-
-
-def _perform_block(block: Block, shop: Shop) -> bool:
+def _perform(block: Block, shop: Shop) -> bool:
     with STYLES[block.style](shop) as (sql, after_each):
         for name, *arguments in block.operations:
             with sql.savepoint() if block.nested else nullcontext():

@@ -20,8 +20,9 @@ import redis
 from retrychaos import Chaos, Report
 from retrychaos.model.errors import BaselineError
 from retrychaos.model.report import Difference, Finding
-from tests.oracle.brute_force import Oracle, Verdict
-from tests.oracle.jobs import Program, Shop, perform, random_program
+from tests.oracle import known_jobs
+from tests.oracle.brute_force import Job, Oracle, Question, Verdict
+from tests.oracle.jobs import Shop, random_program
 
 SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "90")))
 BATCH = 10
@@ -29,18 +30,22 @@ CRASHES = 3
 BATCHES = [SEEDS[start : start + BATCH] for start in range(0, len(SEEDS), BATCH)]
 
 
-def explore_and_compare(program: Program, verdict: Verdict, shop: Shop) -> None:
+def explore_and_compare(question: Question, verdict: Verdict, shop: Shop) -> None:
     """Every statement of the tool about a job holds in the oracle's world, and the other way round."""
-    shop.furnish(program.journal)
-    job = partial(perform, program, shop)
-    chaos = Chaos(crashes=CRASHES, volatile=program.volatile, budget=600, scratch=shop.scratch)
+    job = partial(question.job, shop)
+    chaos = Chaos(crashes=question.crashes, volatile=question.volatile, budget=600, scratch=shop.scratch)
     chaos.watch(shop, "send", result=None)
     chaos.watch(shop, "charge", result=None, key="key")
+
+    def explore(**options: Any) -> Report:
+        shop.furnish(question.journal)
+        return chaos(**options).explore(job)
+
     if verdict.clean != "done":
         with pytest.raises(BaselineError, match="no effect" if verdict.clean == "idle" else "failed"):
-            chaos.explore(job)
+            explore()
         return
-    report = chaos.explore(job)
+    report = explore()
     assert report.verdict == ("proven" if verdict.crashes is None else "failed"), _told(report)
     shown = report.baseline.rows
     assert _totals(shown, shown) == _totals(verdict.ledger, shown), _told(report)
@@ -48,13 +53,12 @@ def explore_and_compare(program: Program, verdict: Verdict, shop: Shop) -> None:
         return
     assert min(finding.plan.crashes for finding in report.findings) == verdict.crashes, _told(report)
     for finding in report.findings:
-        assert finding.plan.crashes > verdict.depth or _is_real(finding, verdict), _told(report)
-        shop.furnish(program.journal)
+        assert finding.plan.crashes > verdict.depth or _is_real(finding, verdict), f"{finding.token}\n{_told(report)}"
+        shop.furnish(question.journal)
         run = chaos.run(job, plan=finding.token)
         assert (run.kind, run.effect, run.differences) == (finding.kind, finding.effect, finding.differences)
-    shop.furnish(program.journal)
-    fewer = chaos(crashes=verdict.crashes - 1).explore(job)
-    assert fewer.verdict == "proven", _told(fewer)
+    enough, fewer = explore(crashes=verdict.crashes), explore(crashes=verdict.crashes - 1)
+    assert (enough.verdict, fewer.verdict) == ("failed", "proven"), f"{_told(enough)}\n{_told(fewer)}"
 
 
 def _is_real(finding: Finding, verdict: Verdict) -> bool:
@@ -99,21 +103,23 @@ def _told(report: Report) -> str:
     return "\n".join(lines)
 
 
-def compare(programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any = None) -> None:
+def compare(questions: Iterable[tuple[str, Question]], oracle: Oracle, folder: Path, client: Any = None) -> None:
     """All of them, and then one failure that names each disagreement."""
-    failures = list(_failures(programs, oracle, folder, client))
+    failures = list(disagreements(questions, oracle, folder, client))
     if failures:
         pytest.fail(f"{len(failures)} disagreements\n\n" + "\n\n".join(failures), pytrace=False)
 
 
-def _failures(programs: Iterable[tuple[str, Program]], oracle: Oracle, folder: Path, client: Any) -> Iterator[str]:
+def disagreements(
+    questions: Iterable[tuple[str, Question]], oracle: Oracle, folder: Path, client: Any = None
+) -> Iterator[str]:
     with closing(Shop(folder, client)) as shop:
-        for name, program in programs:
-            verdict = oracle.judge(program, CRASHES)
+        for name, question in questions:
+            verdict = oracle.judge(question)
             try:
-                explore_and_compare(program, verdict, shop)
+                explore_and_compare(question, verdict, shop)
             except Exception as problem:
-                yield f"{name}: {program!r}\n{_shown(verdict)}\n{type(problem).__name__}: {problem}"
+                yield f"{name}: {question.job!r}\n{_shown(verdict)}\n{type(problem).__name__}: {problem}"
 
 
 def _shown(verdict: Verdict) -> str:
@@ -122,9 +128,10 @@ def _shown(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def seeded(seeds: Iterable[int], with_redis: bool) -> Iterator[tuple[str, Program]]:
+def seeded(seeds: Iterable[int], with_redis: bool) -> Iterator[tuple[str, Question]]:
     for seed in seeds:
-        yield f"seed {seed}", random_program(seed, with_redis)
+        program = random_program(seed, with_redis)
+        yield f"seed {seed}", Question(program, program.journal, program.volatile, CRASHES)
 
 
 @pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
@@ -143,3 +150,11 @@ def test_jobs_on_sqlite_and_fakeredis(seeds: range, redis_oracle: Oracle, tmp_pa
 def test_jobs_on_sqlite_and_redis(seeds: range, redis_socket: str, redis_oracle: Oracle, tmp_path: Path) -> None:
     with redis.Redis(unix_socket_path=redis_socket) as client:
         compare(seeded(seeds, True), redis_oracle, tmp_path, client)
+
+
+KNOWN: list[Job] = [known_jobs.raw_commit_after_a_read, known_jobs.crash_failure_crash]
+
+
+@pytest.mark.parametrize("job", KNOWN, ids=lambda job: job.__name__)
+def test_known_jobs(job: Job, oracle: Oracle, tmp_path: Path) -> None:
+    compare([(job.__name__, Question(job))], oracle, tmp_path)

@@ -50,6 +50,8 @@ _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
 
 _Spots: TypeAlias = tuple[tuple[int, str], ...]
 """Positions in a template that are volatile, and of what kind the names there are."""
+_Samples: TypeAlias = tuple[tuple[Any, Any], ...]
+"""For each of these positions, what stood there in two clean runs."""
 IdPairs: TypeAlias = Mapping[str, tuple[Set[Cell], Set[Cell]]]
 """Table -> row ids drawn in one run, and in another."""
 
@@ -94,7 +96,9 @@ class Canon:
 
     def __init__(self, clock: Clock, chance: Chance, neutral: Facts) -> None:
         self._clock = clock
-        self._patterns: dict[Place, dict[_Spots, set[Template]]] = defaultdict(lambda: defaultdict(set))
+        self._patterns: dict[Place, dict[_Spots, dict[Template, _Samples]]] = defaultdict(lambda: defaultdict(dict))
+        self._stable: dict[Place, set[Template]] = defaultdict(set)
+        """Rows that were the same in two clean runs at the same boundary: nothing in them is volatile."""
         self._texts: dict[Place, dict[str, tuple[str, ...]]] = defaultdict(dict)
         """Texts that hold row ids, with # for each number, and whose ids these are."""
         self._masked: set[Place] = set()
@@ -181,7 +185,7 @@ class Canon:
             spots = tuple((i, _reference(mine[i], theirs[i], ids)) for i in differing)
             key = _blank(mine, differing)
             if key not in self._patterns[place][spots]:
-                self._patterns[place][spots].add(key)
+                self._patterns[place][spots][key] = tuple((mine[i], theirs[i]) for i in differing)
                 learned = True
         if learned:
             self._forget()
@@ -299,7 +303,7 @@ class Canon:
         template = tuple(leaves)
         for spots, known in self._patterns[place].items():
             positions = [at for at, _ in spots]
-            if max(positions, default=-1) < len(template) and _blank(template, positions) in known:
+            if self._is_volatile(place, template, spots, positions, known):
                 names = [(at, name) for at, name in names if at not in positions]
                 if place not in self._masked:
                     names += [(at, (kind, _value(template[at], kind))) for at, kind in spots]
@@ -309,6 +313,38 @@ class Canon:
         pattern = tuple(seen.setdefault(name, len(seen)) for name in ordered)
         view = tuple(template[start:end] for start, end in pairwise([*starts, len(template)]))
         return Form(template, ordered, _hash((place, template, pattern)), view)
+
+    def _is_volatile(
+        self,
+        place: Place,
+        template: Template,
+        spots: _Spots,
+        positions: Sequence[int],
+        known: Mapping[Template, _Samples],
+    ) -> bool:
+        """The row differs from one of the clean run in volatile cells only, by values of the same make."""
+        if max(positions, default=-1) >= len(template) or template in self._stable[place]:
+            return False
+        samples = known.get(_blank(template, positions))
+        return samples is not None and all(
+            self._is_id(kind, template[at]) if kind != "volatile" else alike(template[at], *sample)
+            for (at, kind), sample in zip(spots, samples, strict=True)
+        )
+
+    def _is_id(self, kind: str, leaf: Any) -> bool:
+        number = _value(leaf, kind)
+        return any(number in ids for (_, table), ids in self._ids.items() if kind == f"{table} id")
+
+    def settle(self, place: Place, one: Relation, other: Relation) -> None:
+        """Two clean runs left these at the same boundary: what is equal there is not volatile, such as a cell that is
+        yet to be filled. Call it when all differences were learned."""
+        if not self._patterns.get(place):
+            return
+        left, right = (
+            {tuple(self._take_apart(place, relation, row)[0]) for row in relation.rows} for relation in (one, other)
+        )
+        self._stable[place] |= left & right
+        self._forget()
 
     def _take_apart(
         self, place: Place, relation: Relation, row: Row
@@ -332,7 +368,7 @@ class Canon:
                 for leaf in _leaves(cell):
                     kinds = self._texts[place].get(_NUMBER.sub("#", leaf)) if isinstance(leaf, str) and known else None
                     if kinds is not None:
-                        _add_ids(leaf, kinds, leaves, names)
+                        self._add_ids(leaf, kinds, leaves, names)
                     else:
                         self._add_leaf(leaf, leaves, names)
         return leaves, names, starts
@@ -408,6 +444,15 @@ class Canon:
             leaves.append(RANDOM)
             return
         leaves.append(leaf)
+
+    def _add_ids(self, text: str, kinds: Sequence[str], leaves: list[Any], names: list[tuple[int, Name]]) -> None:
+        start = 0
+        for match, kind in zip(_NUMBER.finditer(text), kinds, strict=True):
+            if kind and self._is_id(kind, match.group()):
+                names.append((len(leaves) + 1, (kind, int(match.group()))))
+                leaves += (text[start : match.start()], ROW_ID)
+                start = match.end()
+        leaves.append(text[start:])
 
     def _add_text(self, text: str, leaves: list[Any], names: list[tuple[int, Name]]) -> None:
         """A text may hold several drawn values: each becomes a leaf of its own, and so does what is between them."""
@@ -581,14 +626,57 @@ def _value(leaf: Any, kind: str) -> Cell:
     return int(leaf) if kind != "volatile" and isinstance(leaf, str) and leaf.isdigit() else leaf
 
 
-def _add_ids(text: str, kinds: Sequence[str], leaves: list[Any], names: list[tuple[int, Name]]) -> None:
-    start = 0
-    for match, kind in zip(_NUMBER.finditer(text), kinds, strict=True):
-        if kind:
-            names.append((len(leaves) + 1, (kind, int(match.group()))))
-            leaves += (text[start : match.start()], ROW_ID)
-            start = match.end()
-    leaves.append(text[start:])
+def alike(leaf: Any, one: Any, two: Any) -> bool:
+    """A value may be another draw of what gave `one` and `two`: a word in place of a token, or nothing, is not."""
+    kinds = {type(one), type(two)}
+    if type(leaf) not in kinds and not (type(leaf) in (int, float) and kinds <= {int, float}):
+        return False
+    if leaf == one or leaf == two:
+        return True
+    if isinstance(leaf, str):
+        return _alike_texts(leaf, one, two)
+    if isinstance(leaf, bytes):
+        return len(leaf) in (len(one), len(two))
+    if isinstance(leaf, float):
+        return not leaf.is_integer() or float(one).is_integer() or float(two).is_integer()
+    if isinstance(leaf, int) and not isinstance(leaf, bool) and kinds == {int}:
+        digits = sorted((len(str(one)), len(str(two))))
+        return digits[0] - 2 <= len(str(leaf)) <= digits[1] + 2
+    return not isinstance(leaf, Hole)
+
+
+def _alike_texts(leaf: str, one: str, two: str) -> bool:
+    """The parts that `one` and `two` share are there, and the rest is made of the same kinds of characters."""
+    leaf, one, two = (text.removeprefix("-") for text in (leaf, one, two))  # a sign comes and goes
+    start = _shared(one, two)
+    end = _shared(one[start:][::-1], two[start:][::-1])
+    mixed = _classes(one[start : len(one) - end] + two[start : len(two) - end])
+    while start and _class(one[start - 1]) in mixed:  # equal by chance
+        start -= 1
+    while end and _class(one[len(one) - end]) in mixed:
+        end -= 1
+    if not (leaf.startswith(one[:start]) and leaf[start:].endswith(one[len(one) - end :])):
+        return False
+    drawn, *samples = (text[start : len(text) - end] for text in (leaf, one, two))
+    lengths = [len(sample) for sample in samples]
+    if min(lengths) >= 8 and not min(lengths) / 2 <= len(drawn) <= 2 * max(lengths):
+        return False
+    numeric = all("digit" in _classes(sample) for sample in samples)
+    return _classes(drawn) <= mixed and (not numeric or "digit" in _classes(drawn))
+
+
+def _shared(one: str, two: str) -> int:
+    """How many characters two texts have in common at their beginnings."""
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def _class(char: str) -> str:
+    return "digit" if char.isdigit() else "lower" if char.islower() else "upper" if char.isupper() else char
+
+
+def _classes(text: str) -> set[str]:
+    """What kinds of characters a text is made of."""
+    return set(map(_class, text))
 
 
 def _reference(mine: Any, theirs: Any, ids: IdPairs) -> str:

@@ -102,11 +102,11 @@ class Check:
             first = first_run(runner, self._start, self._limit())
         found = self._found()
         baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
-        if baseline.unstable and isinstance(runner, Here):
-            return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left its memory to the second
         if baseline.unstable:
-            doubts = [*first.doubts, *baseline.second.doubts, baseline.unstable]
-            return self._inconclusive(doubts[0], _ledger(baseline), len(first.steps))
+            doubts = [*first.doubts, *baseline.second.doubts]
+            if isinstance(runner, Here) and not doubts:
+                return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left memory to the second
+            return self._inconclusive([*doubts, baseline.unstable][0], _ledger(baseline), len(first.steps))
         spent = False
         while True:
             closure = self._closure(runner, baseline)
