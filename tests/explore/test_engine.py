@@ -1,4 +1,4 @@
-"""What the engine promises: exhaustion, the fewest crashes, repeatability, and no being fooled by memory or volatility."""
+"""What the engine promises: exhaustion, the fewest crashes, repeatability, and not to be fooled."""
 
 from __future__ import annotations
 

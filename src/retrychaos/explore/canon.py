@@ -631,7 +631,7 @@ def alike(leaf: Any, one: Any, two: Any) -> bool:
     kinds = {type(one), type(two)}
     if type(leaf) not in kinds and not (type(leaf) in (int, float) and kinds <= {int, float}):
         return False
-    if leaf == one or leaf == two:
+    if leaf in (one, two):
         return True
     if isinstance(leaf, str):
         return _alike_texts(leaf, one, two)

@@ -223,7 +223,7 @@ class Check:
         findings: list[Finding] = []
         unconfirmed: list[str] = []
         for (kind, effect), suspects in list(groups.items())[:_MOST_FINDINGS]:
-            suspect = min(suspects, key=lambda each: len(each.plan.legs))
+            suspect = min(suspects, key=lambda each: (each.plan.crashes, len(each.plan.legs)))
             try:
                 done = perform(suspect.plan, runner, self._start, self._limit())
             except PlanError as problem:

@@ -240,9 +240,7 @@ class Closure:
                     self._look_again(order.at)
                 self._suspect(state, deviation.kind, deviation.effect, wait)
                 return
-        if state.beyond_repair:
-            return
-        for change in fresh:
+        for change in fresh if not state.beyond_repair else ():
             self._add(state, outcome, change, wait)
         if outcome.end != "done":
             last = Change(len(outcome.steps), outcome.facts, outcome.clock, outcome.saved)
@@ -251,25 +249,34 @@ class Closure:
     def _add(self, state: State, outcome: Outcome, change: Change, wait: int) -> State | None:
         """The state at a boundary of a delivery from `state`; None if it is out of bounds."""
         mark = self._canon.fingerprint(change.facts)
-        if mark in self.states:
-            return self.states[mark]
         boundary = change.boundary
         nacked = outcome.end == "failed" and boundary == len(outcome.steps)
         crashes = state.crashes + (0 if nacked else 1)
+        leg = Leg(None, wait=wait) if nacked else Leg(boundary, steps_mark(outcome.steps[:boundary]), wait)
+        known = self.states.get(mark)
+        if known is not None:
+            if crashes < known.crashes and not known.end:  # found by a crash first, and now without it
+                known.crashes, known.deliveries = crashes, state.deliveries + 1
+                known.parent, known.leg, known.saved, known.at = state, leg, change.saved or known.saved, change.clock
+                self._queue.remove(known)
+                self._queue.appendleft(known)
+            return known
         if self._scope.crashes is not None and crashes > self._scope.crashes:
             return None
         if state.deliveries + 1 >= MAX_DELIVERIES:
             self.bounded = True
             return None
-        last = outcome.steps[boundary - 1] if boundary else None
-        leg = Leg(None, wait=wait) if nacked else Leg(boundary, steps_mark(outcome.steps[:boundary]), wait)
-        place = _place(last, boundary)
+        place = _place(outcome.steps[boundary - 1] if boundary else None, boundary)
         new = State(mark, change.saved, change.clock, state.deliveries + 1, crashes, state, leg, place)
-        new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))
         new.raw = _raw(change.facts)
+        new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))
         new.beyond_repair = self._baseline.judge.excess(change.facts)
         self.states[mark] = new
-        self._queue.append(new)
+        # States are visited in the order of their crashes, so that the first counterexample has the fewest.
+        if nacked:
+            self._queue.appendleft(new)
+        else:
+            self._queue.append(new)
         self._add_late(new)
         return new
 
