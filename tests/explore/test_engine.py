@@ -18,8 +18,8 @@ import pytest
 from sqlalchemy import Engine, text
 
 from retrychaos import BaselineError, Chaos, PlanError
-from retrychaos.explore.canon import alike
 from retrychaos.explore.closure import MAX_DELIVERIES
+from retrychaos.explore.volatile import alike
 
 Job = Callable[[Engine], None]
 

@@ -1,8 +1,8 @@
 """The oracle: what crashes really do to a job, found by brute force and without any code of retrychaos.
 
-Every delivery is a forked process on a real SQLite file (and a real Redis server), and every crash is a SIGKILL that the
-process sends to itself right before a statement, a commit, a Redis command or a call. All sequences of crashes up to a
-number are tried; two that leave the same on disk go on as one.
+Every delivery is a forked process on a real SQLite file (and a real Redis server), and every crash is a SIGKILL that
+the process sends to itself right before a statement, a commit, a Redis command or a call. All sequences of crashes up
+to a number are tried; two that leave the same on disk go on as one.
 
 It lives in a process of its own, which has no threads and has never imported pytest: `Oracle` is the handle to it.
 """
@@ -157,7 +157,7 @@ class _Steps:
 
         @event.listens_for(shop.engine, "connect")
         def connected(connection: sqlite3.Connection, record: Any) -> None:
-            connection.set_trace_callback(lambda statement: self.take())  # told before a statement or COMMIT begins
+            connection.set_trace_callback(lambda _: self.take())  # told before a statement or COMMIT begins
 
         for name in ("send", "charge"):
             setattr(shop, name, self._before(getattr(shop, name)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +69,8 @@ class Program:
 
     @property
     def operations(self) -> list[str]:
-        return [operation[0] for block in self.blocks for operation in block.operations]
+        """Names of all operations."""
+        return [name for block in self.blocks for name in _names(block.operations)]
 
     @property
     def volatile(self) -> tuple[str, ...]:
@@ -86,6 +87,13 @@ class Program:
                     raise
                 if block.swallow == "stop":
                     return
+
+
+def _names(operations: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+    for name, *arguments in operations:
+        yield name
+        if name == "when":
+            yield from _names(arguments[1:])
 
 
 # -- the world of a job ---------------------------------------------------------------------------------------------
@@ -319,6 +327,10 @@ def fail_if_half_done(shop: Shop, sql: Any, name: str, status: str) -> None:
         raise HalfDone(name)
 
 
+def fail(shop: Shop, sql: Any) -> None:
+    raise HalfDone
+
+
 def fail_if_twice(shop: Shop, sql: Any, name: str) -> None:
     if len(sql.run("SELECT 1 FROM items WHERE name = :name", name=name)) > 1:
         raise HalfDone(name)
@@ -409,7 +421,7 @@ OPERATIONS: dict[str, Callable[..., bool | None]] = {
     for function in (
         *(insert, insert_guarded, insert_drawn, insert_many, insert_family, insert_child),
         *(claim, claim_quietly, unclaim, delete, set_status, move_status, increment, set_n, count_items),
-        *(stop_if, stop_unless, stop_if_there, give_up_after, fail_if_half_done, fail_if_twice),
+        *(stop_if, stop_unless, stop_if_there, give_up_after, fail, fail_if_half_done, fail_if_twice),
         *(send, send_guarded, charge, charge_drawn),
         *(r_set, r_increment, r_once, r_lock, r_delete, r_push, r_take, r_add, r_stop_if_added, r_field),
         *(r_together, r_push_once),
@@ -493,11 +505,22 @@ STYLES = {
 
 def _perform(block: Block, shop: Shop) -> bool:
     with STYLES[block.style](shop) as (sql, after_each):
-        for name, *arguments in block.operations:
-            with sql.savepoint() if block.nested else nullcontext():
-                if OPERATIONS[name](shop, sql, *arguments):
-                    return STOP
-            after_each()
+        return _run(block.operations, block, shop, sql, after_each)
+
+
+def _run(
+    operations: Sequence[tuple[Any, ...]], block: Block, shop: Shop, sql: Any, after_each: Callable[[], None]
+) -> bool:
+    for name, *arguments in operations:
+        if name == "when":  # a branch, for an order of this status only
+            status, *inner = arguments
+            if _status(sql) == status and _run(inner, block, shop, sql, after_each):
+                return STOP
+            continue
+        with sql.savepoint() if block.nested else nullcontext():
+            if OPERATIONS[name](shop, sql, *arguments):
+                return STOP
+        after_each()
     return not STOP
 
 
@@ -505,6 +528,7 @@ def _perform(block: Block, shop: Shop) -> bool:
 
 NAMES = ("a", "b")
 STATUSES = ("new", "busy", "done")
+SHAPES = ("wild", "careful", "marked", "machine")
 SAFE = ("insert_guarded", "insert_drawn", "insert_child", "claim_quietly", "delete", "set_status", "set_n", "charge")
 GUARDS = ("stop_if", "stop_unless", "stop_if_there", "fail_if_half_done", "fail_if_twice", "give_up_after", "claim")
 R_SAFE = ("r_set", "r_delete", "r_add", "r_field", "r_push_once")
@@ -512,16 +536,34 @@ R_GUARDS = ("r_once", "r_lock", "r_stop_if_added")
 
 
 def random_program(seed: int, with_redis: bool) -> Program:
-    """The job of a seed. Half of them keep to operations that can be repeated, so that many are right."""
+    """The job of a seed. Many keep to operations that can be repeated, so that about half are right."""
     rng = random.Random(seed)
+    shape = rng.choice(SHAPES)
     names = [name for name in OPERATIONS if with_redis or not name.startswith("r_")]
-    if rng.random() < 0.5:
+    names.remove("fail")
+    if shape != "wild":
         names = [*SAFE, *(R_SAFE if with_redis else ())]
         names += rng.sample((*GUARDS, *(R_GUARDS if with_redis else ())), 2)
     operations = [_random_operation(rng, rng.choice(names)) for _ in range(rng.randint(2, 6))]
-    if rng.random() < 0.3:  # work, and a mark that it was done
+    if shape == "marked":  # work, and a mark that it was done
         operations = [("stop_if", "done"), *operations[:5], ("set_status", "done")]
+    if shape == "machine":
+        operations = list(_random_branches(rng, operations))
     return Program(tuple(_random_blocks(rng, operations)), rng.choice(("delete", "delete", "wal")))
+
+
+def _random_branches(rng: random.Random, operations: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """A branch for each status of an order, most of them leading to the next one; some fail."""
+    statuses = ("new", "busy", "retry")
+    for number, status in enumerate(statuses):
+        inner = [operations.pop() for _ in range(rng.randint(0, 2)) if operations]
+        onward = ("done", "done", "busy", "retry")[number:] if rng.random() < 0.85 else statuses
+        inner.insert(rng.randint(0, len(inner)), ("set_status", rng.choice(onward)))
+        if rng.random() < 0.3:
+            inner.append(("set_status", "done"))
+        if number and rng.random() < 0.4:
+            inner.append(rng.choice((("fail",), ("fail_if_twice", "a"), ("stop_if_there", "b"))))
+        yield ("when", status, *inner)
 
 
 def _random_blocks(rng: random.Random, operations: Sequence[tuple[Any, ...]]) -> Iterator[Block]:
@@ -550,6 +592,7 @@ def _random_operation(rng: random.Random, name: str) -> tuple[Any, ...]:
         "stop_if": (rng.choice(STATUSES[1:]),),
         "stop_unless": (rng.choice(("new", "new", "busy")),),
         "give_up_after": (rng.choice((1, 2, 3)),),
+        "fail": (),
         "fail_if_half_done": (label, rng.choice(STATUSES[1:])),
         "r_set": (f"key-{label}", rng.choice(NAMES)),
         "r_increment": (rng.choice(("hits", f"key-{label}")),),

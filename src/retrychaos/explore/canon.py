@@ -10,13 +10,8 @@ of appearance matters.
 
 from __future__ import annotations
 
-import base64
 import copy
-import datetime
 import fnmatch
-import functools
-import hashlib
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -24,15 +19,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from retrychaos.explore.refine import Name, coloured, hash_of, refine
+from retrychaos.explore.volatile import (
+    RANDOM,
+    ROW_ID,
+    STREAM_ID,
+    TIME,
+    VOLATILE,
+    Draws,
+    Hole,
+    alike,
+    leaves_of,
+    moment,
+)
 from retrychaos.model.ledger import Cell, Facts, Relation, Row
-from retrychaos.runtime.chance import Chance, uuid4_of
+from retrychaos.runtime.chance import Chance
 from retrychaos.runtime.clock import Clock
-from retrychaos.runtime.delivery import FIRST_PID
 
 Place: TypeAlias = tuple[str, str]
 """Resource name, relation name."""
-Name: TypeAlias = tuple[str, Cell]
-"""Kind of a drawn value, and the value."""
 Template: TypeAlias = tuple[Any, ...]
 """A row with its names and times blanked out, as leaves."""
 View: TypeAlias = tuple[Template, ...]
@@ -45,7 +50,6 @@ _BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
 _NUMBER = re.compile(r"\d+")
 _STREAM_ID = re.compile(r"\d{13}-\d+")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
-_PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
 
 
 _Spots: TypeAlias = tuple[tuple[int, str], ...]
@@ -54,19 +58,6 @@ _Samples: TypeAlias = tuple[tuple[Any, Any], ...]
 """For each of these positions, what stood there in two clean runs."""
 IdPairs: TypeAlias = Mapping[str, tuple[Set[Cell], Set[Cell]]]
 """Table -> row ids drawn in one run, and in another."""
-
-
-@dataclass(frozen=True)
-class Hole:
-    """What stands in a template where a volatile value was."""
-
-    kind: str
-
-    def __repr__(self) -> str:
-        return f"<{self.kind}>"
-
-
-ROW_ID, RANDOM, TIME, VOLATILE, STREAM_ID = map(Hole, ("id", "random", "time", "volatile", "stream id"))
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class Canon:
         self._offsets: set[int] = {0}
         self._moments: frozenset[int] = frozenset()
         self._moments_of = (0, 0)
-        self._draws = _Draws(chance)
+        self._draws = Draws(chance)
         self._ids: dict[Place, set[Cell]] = defaultdict(set)
         """Row ids that stores drew in this check, by table."""
         self._rows: dict[Place, dict[Row, Form]] = defaultdict(dict)
@@ -146,9 +137,9 @@ class Canon:
         common = {name for name, rows in shared.items() if rows > 1}
         if common:
             involved = [(p, form) for p, shape in shapes for form in shape.forms if not common.isdisjoint(form.names)]
-            colours = _refine(involved, common)
+            colours = refine(involved, common)
             for place, form in involved:
-                total += _hash(("shared", place, _coloured(form, colours))) - form.local
+                total += hash_of(("shared", place, coloured(form, colours))) - form.local
         return (total & _MASK).to_bytes(16, "big")
 
     def templates(self, place: Place, relation: Relation) -> Counter[Template]:
@@ -213,7 +204,7 @@ class Canon:
 
     def _learn_time(self, mine: Any, theirs: Any) -> bool:
         """Two moments at the same distance from the clocks of their runs: a time, at that distance from now on."""
-        one, two = _moment(mine), _moment(theirs)
+        one, two = moment(mine), moment(theirs)
         if one is None or two is None:
             return False
         shared = {one - int(now) for now in self._clock.instants} & {two - int(now) for now in self._clock.instants}
@@ -312,7 +303,7 @@ class Canon:
         seen: dict[Name, int] = {}
         pattern = tuple(seen.setdefault(name, len(seen)) for name in ordered)
         view = tuple(template[start:end] for start, end in pairwise([*starts, len(template)]))
-        return Form(template, ordered, _hash((place, template, pattern)), view)
+        return Form(template, ordered, hash_of((place, template, pattern)), view)
 
     def _is_volatile(
         self,
@@ -365,7 +356,7 @@ class Canon:
                 names.append((len(leaves), (f"{table} id", cell)))
                 leaves.append(ROW_ID)
             else:
-                for leaf in _leaves(cell):
+                for leaf in leaves_of(cell):
                     kinds = self._texts[place].get(_NUMBER.sub("#", leaf)) if isinstance(leaf, str) and known else None
                     if kinds is not None:
                         self._add_ids(leaf, kinds, leaves, names)
@@ -500,123 +491,17 @@ class Canon:
         return self._old[1]
 
     def _is_time(self, leaf: Any) -> bool:
-        moment = _moment(leaf)
-        if moment is None:
+        at = moment(leaf)
+        if at is None:
             return False
         key = (len(self._clock.instants), len(self._offsets))
         if key != self._moments_of:
             self._moments_of = key
             self._moments = frozenset(int(now) + off for now in self._clock.instants for off in self._offsets)
-        return moment in self._moments
-
-
-class _Draws:
-    """Recognises what was drawn at random in this check, in the usual notations, whole or cut off at the end."""
-
-    def __init__(self, chance: Chance) -> None:
-        self._chance = chance
-        self._known = 0
-        self._bytes: set[bytes] = set()
-        self._numbers: set[int] = set()
-        self._texts: dict[str, list[str]] = defaultdict(list)
-
-    def raw(self, value: bytes) -> bool:
-        self._update()
-        return value in self._bytes
-
-    def number(self, value: float) -> bool:
-        self._update()
-        return value in _PIDS or value in self._numbers
-
-    def text(self, token: str) -> bool:
-        self._update()
-        return any(known.startswith(token) for known in self._texts.get(token[:8], ()))
-
-    def _update(self) -> None:
-        drawn = self._chance.drawn
-        while self._known < len(drawn):
-            self._add(drawn[self._known])
-            self._known += 1
-
-    def _add(self, value: bytes) -> None:
-        self._bytes.add(value)
-        number = int.from_bytes(value, "big")
-        self._numbers.add(number)
-        notations = [value.hex()]
-        if len(value) >= 12:
-            notations += (base64.urlsafe_b64encode(value).decode(), base64.b64encode(value).decode())
-        if len(value) == 16:
-            uuid = uuid4_of(value)
-            self._numbers.add(uuid)
-            self._bytes.add(uuid.to_bytes(16, "big"))
-            notations.append(f"{uuid:032x}")
-        for notation in notations:
-            self._texts[notation[:8]].append(notation)
+        return at in self._moments
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def _leaves(cell: Cell) -> Iterator[Any]:
-    """A cell taken apart as far as its values are data of their own: JSON, tuples."""
-    if type(cell) is str:
-        if cell[:1] in "{[" and len(cell) > 1:
-            try:
-                yield from _json_leaves(json.loads(cell))
-                return
-            except ValueError:
-                pass
-        yield cell
-    elif type(cell) is tuple:
-        yield len(cell)
-        for item in cell:
-            yield from _leaves(item)
-    else:
-        yield cell
-
-
-def _json_leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield ("object", len(value))
-        for key in sorted(value):
-            yield key
-            yield from _json_leaves(value[key])
-    elif isinstance(value, list):
-        yield ("array", len(value))
-        for item in value:
-            yield from _json_leaves(item)
-    else:
-        yield value
-
-
-def _moment(leaf: Any) -> int | None:
-    """Whole seconds since the epoch that a value may stand for, or None."""
-    if isinstance(leaf, str):
-        if leaf.isdigit():
-            leaf = int(leaf)
-        else:
-            return _parsed(leaf)
-    if isinstance(leaf, bool) or not isinstance(leaf, int | float):
-        return None
-    for scale in (1, 1_000, 1_000_000, 1_000_000_000):
-        if 1e8 < leaf / scale < 1e10:
-            return int(leaf // scale)
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(text: str) -> int | None:
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return int(moment.timestamp() // 1)
-
-
-def _hash(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest(), "big")
 
 
 def _value(leaf: Any, kind: str) -> Cell:
@@ -624,59 +509,6 @@ def _value(leaf: Any, kind: str) -> Cell:
     if isinstance(leaf, Hole):
         return repr(leaf)
     return int(leaf) if kind != "volatile" and isinstance(leaf, str) and leaf.isdigit() else leaf
-
-
-def alike(leaf: Any, one: Any, two: Any) -> bool:
-    """A value may be another draw of what gave `one` and `two`: a word in place of a token, or nothing, is not."""
-    kinds = {type(one), type(two)}
-    if type(leaf) not in kinds and not (type(leaf) in (int, float) and kinds <= {int, float}):
-        return False
-    if leaf in (one, two):
-        return True
-    if isinstance(leaf, str):
-        return _alike_texts(leaf, one, two)
-    if isinstance(leaf, bytes):
-        return len(leaf) in (len(one), len(two))
-    if isinstance(leaf, float):
-        return not leaf.is_integer() or float(one).is_integer() or float(two).is_integer()
-    if isinstance(leaf, int) and not isinstance(leaf, bool) and kinds == {int}:
-        digits = sorted((len(str(one)), len(str(two))))
-        return digits[0] - 2 <= len(str(leaf)) <= digits[1] + 2
-    return not isinstance(leaf, Hole)
-
-
-def _alike_texts(leaf: str, one: str, two: str) -> bool:
-    """The parts that `one` and `two` share are there, and the rest is made of the same kinds of characters."""
-    leaf, one, two = (text.removeprefix("-") for text in (leaf, one, two))  # a sign comes and goes
-    start = _shared(one, two)
-    end = _shared(one[start:][::-1], two[start:][::-1])
-    mixed = _classes(one[start : len(one) - end] + two[start : len(two) - end])
-    while start and _class(one[start - 1]) in mixed:  # equal by chance
-        start -= 1
-    while end and _class(one[len(one) - end]) in mixed:
-        end -= 1
-    if not (leaf.startswith(one[:start]) and leaf[start:].endswith(one[len(one) - end :])):
-        return False
-    drawn, *samples = (text[start : len(text) - end] for text in (leaf, one, two))
-    lengths = [len(sample) for sample in samples]
-    if min(lengths) >= 8 and not min(lengths) / 2 <= len(drawn) <= 2 * max(lengths):
-        return False
-    numeric = all("digit" in _classes(sample) for sample in samples)
-    return _classes(drawn) <= mixed and (not numeric or "digit" in _classes(drawn))
-
-
-def _shared(one: str, two: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
-    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-
-
-def _class(char: str) -> str:
-    return "digit" if char.isdigit() else "lower" if char.islower() else "upper" if char.isupper() else char
-
-
-def _classes(text: str) -> set[str]:
-    """What kinds of characters a text is made of."""
-    return set(map(_class, text))
 
 
 def _reference(mine: Any, theirs: Any, ids: IdPairs) -> str:
@@ -710,26 +542,3 @@ def _pairs(left: list[Template], right: list[Template]) -> Iterator[tuple[Templa
             used[0].add(i)
             used[1].add(j)
             yield left[i], right[j]
-
-
-def _refine(forms: list[tuple[Place, Form]], common: set[Name]) -> dict[Name, int]:
-    """Colours of the names that several rows share: equal exactly for names used in the same places."""
-    colours = {name: _hash(name[0]) for name in common}
-    occurrences: dict[Name, list[tuple[int, int]]] = defaultdict(list)
-    for number, (_, form) in enumerate(forms):
-        for at, name in enumerate(form.names):
-            if name in common:
-                occurrences[name].append((number, at))
-    classes = 0
-    while True:
-        rows = [_hash((place, _coloured(form, colours))) for place, form in forms]
-        new = {name: _hash(sorted((rows[number], at) for number, at in where)) for name, where in occurrences.items()}
-        if len(set(new.values())) <= classes:
-            return new
-        classes = len(set(new.values()))
-        colours = new
-
-
-def _coloured(form: Form, colours: Mapping[Name, int]) -> Template:
-    own: dict[Name, int] = {}
-    return (form.template, tuple(colours.get(name) or own.setdefault(name, len(own)) for name in form.names))

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from retrychaos.explore.canon import Canon, Hole, Place, View
+from retrychaos.explore.canon import Canon, Place, View
+from retrychaos.explore.volatile import Hole
 from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.report import Difference
 from retrychaos.model.values import short
