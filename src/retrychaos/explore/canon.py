@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from retrychaos.explore.pairing import pairs
 from retrychaos.explore.refine import Name, coloured, hash_of, refine
 from retrychaos.explore.volatile import (
     RANDOM,
@@ -165,7 +166,7 @@ class Canon:
         right = Counter(self._form(place, other, row).template for row in other.rows)
         only_left, only_right = list((left - right).elements()), list((right - left).elements())
         learned = False
-        for mine, theirs in _pairs(only_left, only_right):
+        for mine, theirs in pairs(only_left, only_right, _apart):
             differing = tuple(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             if all(self._learn_time(mine[i], theirs[i]) for i in differing):
                 learned = True
@@ -526,19 +527,6 @@ def _blank(template: Template, positions: Iterable[int]) -> Template:
     return tuple(VOLATILE if at in wanted else leaf for at, leaf in enumerate(template))
 
 
-def _pairs(left: list[Template], right: list[Template]) -> Iterator[tuple[Template, Template]]:
-    """Rows of two ledgers that are most alike, each used once; only rows of the same shape can be."""
-    options = sorted(
-        (
-            (sum(a != b for a, b in zip(mine, theirs, strict=True)), i, j)
-            for i, mine in enumerate(left)
-            for j, theirs in enumerate(right)
-            if len(mine) == len(theirs)
-        ),
-    )
-    used: tuple[set[int], set[int]] = (set(), set())
-    for _, i, j in options:
-        if i not in used[0] and j not in used[1]:
-            used[0].add(i)
-            used[1].add(j)
-            yield left[i], right[j]
+def _apart(mine: Template, theirs: Template) -> int | None:
+    """In how many leaves two rows differ; only rows of the same shape can be compared."""
+    return sum(a != b for a, b in zip(mine, theirs, strict=True)) if len(mine) == len(theirs) else None

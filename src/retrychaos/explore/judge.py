@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from retrychaos.explore.canon import Canon, Place, View
+from retrychaos.explore.pairing import pairs
 from retrychaos.explore.volatile import Hole
 from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.report import Difference
@@ -243,7 +245,8 @@ class _Sides:
 
     def compare(self) -> Iterator[_Found]:
         relation = self._relation
-        for old, new in _pairs(relation, list(self._missing.elements()), list(self._extra.elements())):
+        distance = functools.partial(_distance, relation)
+        for old, new in pairs(list(self._missing.elements()), list(self._extra.elements()), distance):
             self._missing -= Counter([old])
             self._extra -= Counter([new])
             known = not relation.external and new in self._path
@@ -298,22 +301,6 @@ def _reuses_key(relation: Relation, view: View, expected: Iterable[View]) -> boo
     if relation.columns[:1] != ("key",) or view[0] == (None,):
         return False
     return any(each[0] == view[0] for each in expected)
-
-
-def _pairs(relation: Relation, missing: list[View], extra: list[View]) -> Iterator[tuple[View, View]]:
-    """A row that is missing and one that is there instead: the same thing with another value."""
-    options = sorted(
-        (distance, i, j)
-        for i, old in enumerate(missing)
-        for j, new in enumerate(extra)
-        if (distance := _distance(relation, old, new)) is not None
-    )
-    used: tuple[set[int], set[int]] = (set(), set())
-    for _, i, j in options:
-        if i not in used[0] and j not in used[1]:
-            used[0].add(i)
-            used[1].add(j)
-            yield missing[i], extra[j]
 
 
 def _distance(relation: Relation, old: View, new: View) -> int | None:

@@ -18,33 +18,12 @@ from typing import Any
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.sqlite_effects import Effect, explain
 from retrychaos.world.sqlite_ids import shift_row_ids
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_DDL = frozenset({"ParseSchema", "SetCookie", "Destroy", "DropTable", "CreateBtree", "VUpdate", "VCreate", "VDestroy"})
 _MOST_ROWS = 500_000
 """Rows of relations that are kept for the case that the same state is read again."""
-_READS = frozenset({"SELECT", "VALUES", "EXPLAIN"})
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a statement may write, as its bytecode says.
-
-    tables: names, or None for "anything". generates: tables in which it draws row ids itself. given: tables in which
-    it may take row ids from the statement. fires: it runs subprograms (triggers, foreign key actions). ends: it may end
-    a transaction.
-    """
-
-    tables: frozenset[str] | None = frozenset()
-    generates: frozenset[str] = frozenset()
-    given: frozenset[str] = frozenset()
-    fires: bool = False
-    ends: bool = False
-
-
-_NOTHING = Effect()
-_ANYTHING = Effect(tables=None)
 
 
 @dataclass(eq=False)
@@ -122,7 +101,9 @@ class SqliteDatabase:
         """What `statement` may write. Cached by text until the schema changes."""
         effect = self._effects.get(statement)
         if effect is None:
-            effect = self._explain(statement, parameters)
+            self._explained += 1
+            with _Quiet(self.stage):
+                effect = explain(self._reader, statement, parameters, self._roots, self._explained)
             self._effects[statement] = effect
         return effect
 
@@ -338,47 +319,6 @@ class SqliteDatabase:
         # A unary plus keeps the value and drops the declared type, so that no converter of the user's runs.
         select = ", ".join(f"+{_quote(column)}" for column in columns)
         return _Table(f"SELECT {select} FROM {quoted}", columns, rowid, refs, indexes)
-
-    def _explain(self, statement: str, parameters: Any) -> Effect:
-        word = statement.lstrip(" \t\r\n(").split(None, 1)[0].upper() if statement.strip() else "SELECT"
-        if word in _READS:
-            return _NOTHING
-        with _Quiet(self.stage):
-            try:
-                # A number makes every text new: EXPLAIN does not look whether a statement in the driver's cache is
-                # older than the schema, and then reads freed memory.
-                self._explained += 1
-                text = f"EXPLAIN /* {self._explained} */ {statement}"
-                program = self._reader.execute(text, parameters or ()).fetchall()
-            except sqlite3.Error:
-                # Not visible from here (a table of an open transaction, a temporary table): expect anything.
-                return Effect(tables=None, ends=True)
-        tables: set[str] = set()
-        explicit: set[tuple[str, int]] = set()
-        drawn: set[tuple[str, int]] = set()
-        cursors: dict[int, str] = {}
-        codes = {str(row[1]) for row in program}
-        if codes & _DDL:
-            return Effect(tables=None, ends=True)
-        for row in program:
-            code, p1, p2, p3 = str(row[1]), row[2], row[3], row[4]
-            if code in ("OpenWrite", "Clear"):
-                root, database = (p2, p3) if code == "OpenWrite" else (p1, p2)
-                if database == 1:
-                    continue  # temporary tables die with the process
-                owner = self._roots.get(root)
-                if owner is None:
-                    return _ANYTHING
-                tables.add(owner)
-                cursors[p1] = owner
-            elif code == "NewRowid" and p1 in cursors:
-                drawn.add((cursors[p1], p2))
-            elif code == "MustBeInt":
-                explicit |= {(owner, p1) for owner in cursors.values()}
-        generates = {owner for owner, register in drawn if (owner, register) not in explicit}
-        given = {owner for owner, register in drawn if (owner, register) in explicit}
-        ends = bool(codes & {"AutoCommit", "Savepoint"})
-        return Effect(frozenset(tables), frozenset(generates), frozenset(given), "Program" in codes, ends)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
