@@ -182,12 +182,14 @@ class Chaos:
         self._furnish(world, workshop)
         this = Job(job, args, kwargs)
         world.again = next((earlier.again for earlier in self._earlier if _same(earlier.job, this)), None)
+        check: Check | None = None
         _running = True
         try:
             workshop.start()
             world.adopt(self._calls)
+            check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
             try:
-                check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
+                check.begin()
                 answer, clean = question(check)
             except BaseException:
                 self._leave(world, clock, None)
@@ -200,6 +202,8 @@ class Chaos:
             _running = False
             workshop.stop()
             world.close()
+            if check is not None:
+                check.close()
 
     def _leave(self, world: World, clock: Clock, state: Saved | None) -> None:
         """Put the world into a state (None: as it was found) in which real time can go on."""

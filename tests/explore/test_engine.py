@@ -481,3 +481,11 @@ def test_a_word_in_place_of_a_token_is_a_fault(chaos: Chaos, db: Engine) -> None
 )
 def test_what_may_be_another_draw(leaf: Any, one: Any, two: Any, same: bool) -> None:
     assert alike(leaf, one, two) is same
+
+
+def test_a_token_replays_what_only_a_fresh_process_shows(chaos: Chaos, db: Engine) -> None:
+    done.clear()
+    [found] = chaos.explore(remembers, db).findings
+    done.clear()
+    again = chaos.run(remembers, db, plan=found.token)
+    assert (again.kind, again.effect) == (found.kind, found.effect)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
@@ -66,34 +65,33 @@ class Check:
 
     def explore(self) -> Checked:
         """Is the job idempotent?"""
-        with self._processes():
-            runner: Runner = Here(self._workshop, self._job)
-            first = first_run(runner, self._start, self._limit())
-            self._clean_run_done()
-            clean = first.saved
-            if not first.changes:
-                return Checked(self._unseen(first), clean)
-            if self._options.isolation == "process":
-                return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
-            report = self._close(runner, first)
-            return Checked(report, clean)
+        runner: Runner = Here(self._workshop, self._job)
+        first = first_run(runner, self._start, self._limit())
+        self._clean_run_done()
+        clean = first.saved
+        if not first.changes:
+            return Checked(self._unseen(first), clean)
+        if self._options.isolation == "process":
+            return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
+        report = self._close(runner, first)
+        return Checked(report, clean)
 
     def run(self, token: str) -> tuple[Run, Saved | None]:
         """What comes of one plan?"""
         plan = parse(token, self._name)
-        with self._processes():
-            runner: Runner = Here(self._workshop, self._job)
-            first = first_run(runner, self._start, self._limit())
-            self._clean_run_done()
-            runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
-            found = self._found()
-            baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
-            done = perform(plan, runner, self._start, self._limit())
-            deviation = self._deviation(done, baseline.judge)
-            plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
-            differences = deviation.differences if deviation else ()
-            kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
-            return Run(plan, done.timeline, differences, kind, effect), first.saved
+        runner: Runner = Here(self._workshop, self._job)
+        first = first_run(runner, self._start, self._limit())
+        self._clean_run_done()
+        runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
+        found = self._found()
+        again = first_run(runner, self._start, self._limit())
+        baseline = establish(runner, self.canon, again, found, self._options, self._start, self._limit())
+        done = perform(plan, runner, self._start, self._limit())
+        deviation = self._deviation(done, baseline.judge)
+        plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
+        differences = deviation.differences if deviation else ()
+        kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
+        return Run(plan, done.timeline, differences, kind, effect), first.saved
 
     # -- exploring --------------------------------------------------------------------------------------------------
 
@@ -124,6 +122,8 @@ class Check:
                 return self._close(self._fork(), None, _REMEMBERS)
         except OutOfBudget:
             spent = True
+        if isinstance(runner, Here):
+            self._fork().end()
         return self._report(runner, baseline, closure, spent, note)
 
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
@@ -294,13 +294,13 @@ class Check:
         assert self._forked is not None
         return self._forked
 
-    @contextmanager
-    def _processes(self) -> Iterator[None]:
+    def begin(self) -> None:
         """The process that others are forked from begins before the job has run for the first time."""
         self._forked = Forked(self._workshop, self._job)
-        try:
-            yield
-        finally:
+
+    def close(self) -> None:
+        """No process is left."""
+        if self._forked is not None:
             self._forked.close()
             self._forked = None
 

@@ -72,5 +72,9 @@ class Forked:
         )
         return replace(reply.outcome, changes=changes)
 
+    def end(self) -> None:
+        """No delivery will be asked for any more."""
+        self._zygote.end()
+
     def close(self) -> None:
         self._zygote.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -26,6 +27,8 @@ IDLE_SLEEPS = 1_000
 """Sleeps in a row during which nothing changes; then the clock goes to the next thing that can happen."""
 LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
 """Seconds to wait where no expiry is known: a minute, an hour, a day, Sidekiq's 21 days of retries."""
+_MOST_UNCOLLECTED = 200_000
+"""Objects that may be new since the collector has last run."""
 FIRST_PID = 3_000_001
 """Process ids of deliveries: above what Linux gives out by default, so that they are recognised in data."""
 
@@ -124,8 +127,13 @@ class Workshop:
         self._running: _Delivery | None = None
         self._patches = Patches()
         self._pid = os.getpid()
+        self._collects = False
 
     def start(self) -> None:
+        # The collector runs between deliveries only: in the middle of one it would end things that others have left
+        # over, and after a fork it makes each process copy all the memory that it looks at.
+        self._collects = gc.isenabled()
+        gc.disable()
         self._patches.set_everywhere(os, "getpid", lambda: self._pid)
         self.clock.start(self._sleep)
         self.chance.start()
@@ -136,9 +144,13 @@ class Workshop:
         for undo in (self._watchdog.disarm, self.world.uninstall, self.chance.stop, self.clock.stop):
             undo()
         self._patches.undo()
+        if self._collects:
+            gc.enable()
 
     def run(self, job: Job, order: Order, keep: Keep) -> Outcome:
         """Deliver `job` once as `order` says. Never raises what the job raises, except an interruption."""
+        if self._collects and gc.get_count()[0] > _MOST_UNCOLLECTED:
+            gc.collect()
         world = self.world
         world.shifted, world.traced = order.shifted, order.traced
         self.clock.set(order.at)

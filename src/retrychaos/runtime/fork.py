@@ -25,6 +25,7 @@ class Zygote:
     """A process forked once; each request runs in a fresh child of it, one at a time."""
 
     def __init__(self, serve: Callable[[Any], Any]) -> None:
+        self._ended = False
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         self._pid = _fork()
@@ -50,8 +51,11 @@ class Zygote:
             raise ForkError(value)
         return value
 
-    def close(self) -> None:
-        """End it and every child of it. Never raises."""
+    def end(self) -> None:
+        """Nothing more will be asked: it and every child of it die while we do other things. Never raises."""
+        if self._ended:
+            return
+        self._ended = True
         for descriptor in (self._request, self._reply):
             os.close(descriptor)
         try:
@@ -61,6 +65,10 @@ class Zygote:
                 os.kill(self._pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+
+    def close(self) -> None:
+        """It and every child of it are gone. Never raises."""
+        self.end()
         os.waitpid(self._pid, 0)
 
 
