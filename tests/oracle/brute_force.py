@@ -90,7 +90,8 @@ class Verdict:
     """What comes of a job.
 
     clean: how the clean run ended: ``done``, ``raised`` or ``idle`` (it changed nothing). crashes: the fewest that do
-    harm, None if none do. depth: up to how many crashes all problems were collected.
+    harm, None if none do. depth: up to how many crashes all problems were collected. endless: some state leads to one
+    failure after the other, each of which leaves another state.
     """
 
     clean: str
@@ -98,6 +99,7 @@ class Verdict:
     problems: tuple[Problem, ...]
     ledger: Ledger
     depth: int
+    endless: bool
     states: int
     deliveries: int
 
@@ -333,6 +335,7 @@ class _Search:
         self._volatile = question.volatile
         self._depth = question.crashes
         self._thorough = question.thorough
+        self._endless = False
         self._states: dict[Any, _State] = {}
         self._queue: deque[_State] = deque()
         site.deliveries = 0
@@ -347,8 +350,16 @@ class _Search:
             clean = "idle"
         problems = tuple(self._problems()) if clean == "done" else ()
         ledger = first.next.durable.ledger if first.next else {}
-        fewest = min((problem.crashes for problem in problems), default=None)
-        return Verdict(clean, fewest, problems, ledger, self._depth, len(self._states), self._site.deliveries)
+        return Verdict(
+            clean,
+            min((problem.crashes for problem in problems), default=None),
+            problems,
+            ledger,
+            self._depth,
+            self._endless,
+            len(self._states),
+            self._site.deliveries,
+        )
 
     def _reach(self, durable: Durable, crashes: int, failures: int = 0, waited: bool = False) -> _State:
         known = self._states.get(durable.identity)
@@ -367,6 +378,7 @@ class _Search:
         if state.visited:
             return
         if state.failures > MOST_DELIVERIES:
+            self._endless = True
             self._stop_at(state)
             return
         state.visited = True
@@ -394,11 +406,11 @@ class _Search:
             while self._queue:
                 self._visit(self._queue.popleft())
             ends = {id(end): end for state in self._states.values() if (end := self._dead_end(state)) is not None}
-            hopeful = [end for end in ends.values() if end.durable.passing and end.end == "raised"]
+            hopeful = [end for end in ends.values() if end.durable.passing and not end.waited and end.end != "waited"]
             if not hopeful:
                 break
             for end in hopeful:  # a lock is in the way that ends by itself
-                end.next = self._reach(self._later(end.durable), end.crashes, end.failures, waited=True)
+                end.next = self._reach(self._later(end.durable), end.crashes, waited=True)
                 end.end = "waited"
         for state in list(self._states.values()):
             if state.end == "done":

@@ -48,3 +48,38 @@ def crash_failure_crash(shop: Shop) -> None:
         with shop.engine.begin() as connection:
             connection.execute(text("DELETE FROM items WHERE name = 'a'"))
         move(shop, "done")
+
+
+def failure_leads_back(shop: Shop) -> None:
+    """A crash leads to deliveries that fail for ever, each of which ends in a state that it has passed already."""
+    with shop.engine.begin() as connection:
+        found = status(connection)
+    if found == "new":
+        move(shop, "retry")
+        move(shop, "done")
+    if found == "busy":
+        with shop.engine.begin() as connection:
+            if not connection.execute(text("SELECT 1 FROM items WHERE name = 'b'")).first():
+                connection.execute(text("INSERT INTO items (name) VALUES ('b')"))
+        move(shop, "retry")
+    if found in ("busy", "retry"):
+        move(shop, "busy")
+        raise HalfDone
+
+
+def redis_only_after_a_crash(shop: Shop) -> None:
+    """The clean run does not touch Redis at all."""
+    with shop.engine.begin() as connection:
+        found = status(connection)
+    if found == "busy":
+        shop.redis.set("key", "recovered")
+    if found in ("new", "busy"):
+        move(shop, "busy")
+        move(shop, "done")
+
+
+def locked_until_the_lock_ends(shop: Shop) -> None:
+    """A delivery that begins while the lock is held fails, until the lock has ended by itself."""
+    if not shop.redis.set("lock", "1", nx=True, ex=600):
+        raise HalfDone
+    move(shop, "done")

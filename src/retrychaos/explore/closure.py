@@ -172,6 +172,7 @@ class Closure:
         if state.end:  # not the first visit: the clock goes on before this one
             wait = self._waits(state)[state.waits]
             state.waits += 1
+        assert state.saved is not None or state is self.root
         marks: set[bytes] = set()
         twins: set[int] = set()
 

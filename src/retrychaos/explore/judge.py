@@ -128,7 +128,8 @@ class Judge:
         return self.pattern(effect) is not None
 
     def _sides(self, facts: Facts) -> Iterator[tuple[Place, Relation | None, Relation | None]]:
-        before, after = dict(self._relations(self.baseline)), dict(self._relations(facts))
+        # A resource that the clean run did not touch is there as it was found.
+        before, after = dict(self._relations({**self.canon.neutral, **self.baseline})), dict(self._relations(facts))
         for place in sorted({*before, *after}):
             mine, theirs = before.get(place), after.get(place)
             if mine is not theirs:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from retrychaos.model.ledger import Version
 from retrychaos.runtime.delivery import Job, Keep, Order, Outcome, Workshop, keep_all
 from retrychaos.runtime.fork import ForkError, Zygote
 
@@ -35,6 +36,8 @@ class _Reply:
     outcome: Outcome
     drawn: list[bytes]
     instants: set[float]
+    found: dict[str, Version]
+    """Resources that were touched there, as they were found."""
 
 
 class Forked:
@@ -49,7 +52,7 @@ class Forked:
         outcome = workshop.run(job, order, keep_all)
         if outcome.cause is not None:
             outcome = replace(outcome, cause=type(outcome.cause)(str(outcome.cause)))
-        return _Reply(outcome, workshop.chance.drawn, workshop.clock.instants)
+        return _Reply(outcome, workshop.chance.drawn, workshop.clock.instants, workshop.world.found_facts)
 
     def run(self, order: Order, keep: Keep) -> Outcome:
         workshop = self._workshop
@@ -66,6 +69,10 @@ class Forked:
             workshop.world.distrust()
         workshop.chance.drawn += [value for value in reply.drawn if value not in known]
         workshop.clock.instants |= reply.instants
+        started = order.start.facts if order.start is not None else {}
+        for name, version in reply.found.items():
+            if name not in started:  # else it is as it was after a crash
+                workshop.world.found_facts.setdefault(name, version)
         changes = tuple(
             change if keep(change.boundary, change.facts) else replace(change, saved=None)
             for change in reply.outcome.changes

@@ -341,6 +341,8 @@ class _Delivery:
     def outcome(self, notes: list[str]) -> Outcome:
         if self._cause is None and self._end != "stopped":
             self._compare(self._world.sweep())
+            if self._saved is None and self._changes and self._end != "done":
+                self._saved = self._world.save()  # where the next delivery begins, if nobody asked for it before
         return Outcome(
             self._end,
             tuple(self._steps),
