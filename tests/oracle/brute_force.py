@@ -336,6 +336,8 @@ class _Search:
         self._depth = question.crashes
         self._thorough = question.thorough
         self._endless = False
+        self._familiar: set[str] = set()
+        """Effects that end by themselves, and that the clean run has as well, if only for a while."""
         self._states: dict[Any, _State] = {}
         self._queue: deque[_State] = deque()
         site.deliveries = 0
@@ -399,7 +401,10 @@ class _Search:
             moments = list(range(1, moments[-1] + 1))
         for step in moments:
             site.deliver(job, state.durable, step)
-            self._reach(site.get(), state.crashes + 1)
+            left = site.get()
+            self._reach(left, state.crashes + 1)
+            if state is self._first:
+                self._familiar |= left.passing
 
     def _problems(self) -> Iterator[Problem]:
         while True:
@@ -443,14 +448,14 @@ class _Search:
         return site.get()
 
     def _differences(self, state: _State) -> dict[str, tuple[Counter[Any], Counter[Any]]]:
-        """What is there too often and what is missing. What ends by itself may have been left, or have ended."""
+        """What is there too often and what is missing. A lock may have been left, and may have ended."""
         assert self._first.next is not None
         expected, found = self._compared(self._first.next.durable), self._compared(state.durable)
         differences = {}
         for effect in {*expected, *found}:
             more = found.get(effect, Counter()) - expected.get(effect, Counter())
             less = expected.get(effect, Counter()) - found.get(effect, Counter())
-            if more and effect in state.durable.passing:
+            if more and effect in state.durable.passing & self._familiar:
                 more = Counter()
             if less and state.waited and effect in self._first.next.durable.passing:
                 less = Counter()

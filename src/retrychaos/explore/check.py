@@ -146,7 +146,7 @@ class Check:
             return False
         forked = self._fork()
         for state, saved in samples:
-            order = replace(closure.order(state), start=saved)
+            order = replace(closure.order(state, state.wait), start=saved)
             outcome = forked.run(order, keep_none)
             if outcome.end == "stopped":
                 closure.doubts += outcome.doubts
@@ -213,7 +213,8 @@ class Check:
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
-        return f"none: {crashes}{bound} at any of {boundaries} boundaries were tried{tolerated}{ignored}"
+        fewest = min(suspect.plan.crashes for suspect in closure.suspects)
+        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tolerated}{ignored}"
 
     def _findings(self, runner: Runner, baseline: Baseline, closure: Closure) -> tuple[list[Finding], list[str]]:
         """The smallest plan of each cause, replayed; and why some could not be confirmed."""

@@ -144,16 +144,27 @@ class Closure:
         return len(self._queue)
 
     def explore(self) -> None:
-        """Run until closed. Raises OutOfBudget."""
+        """Run until closed, or until a fault was found and all that takes as few crashes was tried.
+
+        Raises OutOfBudget.
+        """
         while True:
-            while self._queue:
+            crashes = self._queue[0].crashes if self._queue else 0
+            self._explore_level(crashes)
+            self._report_stuck()
+            if self.suspects or not self._queue:
+                break
+        self._try_twins()
+
+    def _explore_level(self, crashes: int) -> None:
+        """Visit the states that take so many crashes, and let those wait that lead nowhere."""
+        while True:
+            while self._queue and self._queue[0].crashes <= crashes:
                 self._visit(self._queue.popleft())
             stuck = next((state for state in self._unfinished() if state.waits < len(self._waits(state))), None)
             if stuck is None:
-                break
+                return
             self._visit(stuck)
-        self._try_twins()
-        self._report_stuck()
 
     # -- one state --------------------------------------------------------------------------------------------------
 
@@ -232,7 +243,8 @@ class Closure:
     def _absorb(self, state: State, outcome: Outcome, fresh: list[Change], order: Order) -> None:
         self.boundaries += len(outcome.steps) + 1
         state.end, state.error, state.next = outcome.end, outcome.error, None
-        state.digest = self.digest(outcome)
+        if not state.waits:
+            state.digest = self.digest(outcome)
         wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent or state.wait else 0
         if outcome.end == "done":
             deviation = self._baseline.judge.judge(outcome.facts, outcome.clock - self.root.at)
@@ -286,7 +298,7 @@ class Closure:
         for number, wait in enumerate(_until_ends(state) if self._scope.late else []):
             late = replace(state, mark=state.mark + bytes([number % 256]), wait=wait)
             self.states[late.mark] = late
-            self._queue.append(late)
+            self._queue.insert(self._queue.index(state) + 1, late)  # it takes no more crashes
 
     def _look_again(self, at: float) -> None:
         """A coin flip, or a value that comes from the date, is not a fault: what does a clean run do at that time?"""
@@ -340,7 +352,7 @@ class Closure:
             if state.end not in ("failed", "hung"):
                 continue
             last = self._end_of_chain(state)
-            if last is None or (last.next is None and self.bounded and state.crashes > 1):
+            if last is None or not last.end or (last.next is None and self.bounded and state.crashes > 1):
                 continue  # the bound on deliveries was reached by crashes, not by failures alone
             self._suspect(state, "stuck", state.error or "it waits for ever")
 
