@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+_NOTHING_MORE = 3
 _HEADER = struct.Struct("!Q")
 _monotonic = time.monotonic
 _getpid = os.getpid
@@ -80,24 +81,23 @@ def _fork() -> int:
 
 
 def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
-    data: bytes | None = None
+    """Each child is forked before it is asked, so that nobody waits for the fork."""
     while True:
-        child = _fork()  # the first one before it is asked, so that nobody waits for the fork
+        child = _fork()
         if child == 0:
             code = 1
             try:
-                data = data or _read(requests, None)
+                data = _read(requests, None)
                 if data is not None:
                     _write(replies, _answer(serve, data))
-                code = 0
+                code = 0 if data is not None else _NOTHING_MORE
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _NOTHING_MORE:
+            return
         if status:
             _write(replies, pickle.dumps((False, f"a forked delivery died (status {status})")))
-        data = _read(requests, None)
-        if data is None:
-            return
 
 
 def _answer(serve: Callable[[Any], Any], data: bytes) -> bytes:
