@@ -489,3 +489,13 @@ def test_a_token_replays_what_only_a_fresh_process_shows(chaos: Chaos, db: Engin
     done.clear()
     again = chaos.run(remembers, db, plan=found.token)
     assert (again.kind, again.effect) == (found.kind, found.effect)
+
+
+def test_a_job_that_knows_the_ids_of_its_rows_is_judged_too(chaos: Chaos, db: Engine) -> None:
+    def job(db: Engine) -> None:
+        if not run(db, "SELECT 1 FROM items"):
+            run(db, "INSERT INTO items (k) VALUES ('first')")
+        if run(db, "SELECT k FROM items WHERE id = 1"):
+            run(db, "INSERT OR REPLACE INTO marks VALUES ('seen', 1)")
+
+    assert chaos.explore(job, db).verdict == "proven"
