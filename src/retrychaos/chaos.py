@@ -56,7 +56,7 @@ class Chaos:
         self.reports: list[Report] = []
         """Every report so far, of this object and of those made from it with other options."""
         self.streams: list[Any] = []
-        """Open files that are not the job's: what is written there is no effect."""
+        """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
         self._embedded = _Embedded()
         self._earlier: list[_Earlier] = []

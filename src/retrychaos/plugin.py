@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,18 @@ _OPTIONS = {
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }
 _PROPERTY = "retrychaos"
+
+
+def _where_output_goes() -> list[os.stat_result]:
+    found = []
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            found.append(os.fstat(descriptor))
+    return found
+
+
+_OUTPUT = _where_output_goes()
+"""Before pytest captures it. Under xdist the controller writes there while the job runs."""
 _MARK = "idempotent"
 
 
@@ -118,6 +132,7 @@ def _make(item: pytest.Item) -> Chaos:
                 made = made(**{name: from_text(name, text)})
     except OptionError as problem:
         raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
+    made.streams += _OUTPUT
     made.replay = config.getoption("chaos_replay")
     if made.replay is not None:
         made.belongs = item.stash[_sought] = _Sought(made.replay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -975,3 +976,31 @@ def test_reports_of_pytest_have_real_times(tester: pytest.Pytester) -> None:
         """
     )
     tester.runpytest().assert_outcomes(passed=1)
+
+
+def test_output_that_goes_to_a_file_is_no_effect_of_the_job(tester: pytest.Pytester) -> None:
+    """As in CI: the controller of xdist writes its dots into the log while the workers check."""
+    tester.makepyfile(
+        """
+        import os
+        import shop
+
+        def logs():
+            for name in os.listdir("/proc/self/fd"):
+                if os.path.realpath(f"/proc/self/fd/{name}").endswith("log.txt"):
+                    yield int(name)
+
+        def test_good(chaos, order):
+            log = next(logs())  # kept by pytest while it captures
+
+            def job(order):
+                shop.good(order)
+                os.write(log, b".")  # what the controller may do at this very moment
+            chaos.check(job, order)
+        """
+    )
+    for more in ((), ("-n", "1")):
+        with open("log.txt", "wb") as log:
+            arguments = [sys.executable, "-m", "pytest", "-p", "no:randomly", *more]
+            status = subprocess.run(arguments, stdout=log, stderr=log, check=False).returncode
+        assert status == 0, Path("log.txt").read_text()

@@ -25,7 +25,7 @@ from tests.oracle import known_jobs
 from tests.oracle.brute_force import MOST_DELIVERIES, Job, Oracle, Question, Verdict
 from tests.oracle.jobs import Shop, random_program
 
-SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "90")))
+SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "80")))
 BATCH = 10
 CRASHES = 3
 BATCHES = [SEEDS[start : start + BATCH] for start in range(0, len(SEEDS), BATCH)]

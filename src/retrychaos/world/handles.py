@@ -192,7 +192,8 @@ def _files_of(streams: Iterable[Any]) -> Iterator[File]:
     """Of those that are still open."""
     for stream in streams:
         with contextlib.suppress(Exception):
-            yield _file_of(os.fstat(stream if isinstance(stream, int) else stream.fileno()))
+            known = isinstance(stream, os.stat_result)
+            yield _file_of(stream if known else os.fstat(stream if isinstance(stream, int) else stream.fileno()))
 
 
 def _stat(where: int | str) -> os.stat_result | None:
