@@ -123,7 +123,7 @@ class Workshop:
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         """Called around each delivery, while it is still recorded."""
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(self._time_is_up)
         self._running: _Delivery | None = None
         self._patches = Patches()
         self._pid = os.getpid()
@@ -193,6 +193,10 @@ class Workshop:
                 self._pid = real
         return delivery.outcome(notes)
 
+    def _time_is_up(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+
     def _sleep(self, seconds: float) -> None:
         if self._running is None or self.world.quiet:
             return
@@ -244,6 +248,10 @@ class _Delivery:
 
     def fail(self, problem: Exception) -> None:
         self._cause = self._cause or problem
+        self.stop()
+
+    def stop(self) -> None:
+        """Nothing more of this delivery counts: it ends at its next step."""
         self._end = "stopped"
         self.fence = Fenced()
 

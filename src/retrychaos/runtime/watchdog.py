@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,14 +17,17 @@ class Stopped(BaseException):
 
 
 class Watchdog:
-    """Raises Stopped in the thread of the deliveries when time is up, and again if the job swallows it.
+    """Calls `warn` when time is up, so that the next step ends the delivery where that does no harm.
+
+    If none comes soon, it raises Stopped in the thread of the deliveries, and again if the job swallows it.
 
     In the main thread a timer signal does it, which also interrupts a blocking call; elsewhere, or when the timer
     belongs to somebody else, a helper thread raises it as soon as the job's thread runs Python code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Callable[[], None]) -> None:
         self.expired = False
+        self._warn = warn
         self._handler: Any = None
         self._signals = False
         self._armed = False
@@ -63,16 +67,21 @@ class Watchdog:
                 continue
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._armed:
-            self.expired = True
+        if self._armed and not self._is_first():
             raise Stopped
 
     def _watch(self, thread: int, seconds: float) -> None:
         wait = seconds
         while not self._done.wait(wait):
-            self.expired = True
-            _raise_in(thread, Stopped)
+            if not self._is_first():
+                _raise_in(thread, Stopped)
             wait = _EVERY
+
+    def _is_first(self) -> bool:
+        first, self.expired = not self.expired, True
+        if first:
+            self._warn()
+        return first
 
 
 def _raise_in(thread: int, what: type[BaseException] | None) -> None:

@@ -6,6 +6,7 @@ This needs ``/proc/self/fd``: elsewhere than on Linux such writes are not seen.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import logging
@@ -15,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 try:
@@ -84,8 +86,8 @@ class Handles:
         self._buffers = {}
 
     def harmless(self) -> set[File]:
-        """Files that are excused, standard output and error, and where logs go."""
-        return self._excused | set(_files_of((1, 2, *_log_streams())))
+        """Files that are excused, standard output and error, ours and those of the processes above us, and logs."""
+        return self._excused | _output_above() | set(_files_of((1, 2, *_log_streams())))
 
     def look(self) -> dict[int, Handle]:
         """All handles that are open for writing now, with nothing left in their buffers."""
@@ -186,6 +188,21 @@ def _log_streams() -> Iterator[Any]:
         for handler in list(loguru.logger._core.handlers.values()):  # type: ignore[union-attr]
             sink = getattr(handler, "_sink", None)
             yield getattr(sink, "_file", None) or getattr(sink, "_stream", None)
+
+
+@functools.cache
+def _output_above() -> frozenset[File]:
+    """Where the processes above us write, such as the controller of xdist and what started it: into a log, in CI."""
+    found: set[File] = set()
+    pid = os.getppid()
+    while pid > 1:
+        looks = (_stat(f"/proc/{pid}/fd/{number}") for number in (1, 2))
+        found.update(_file_of(look) for look in looks if look is not None)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    return frozenset(found)
 
 
 def _files_of(streams: Iterable[Any]) -> Iterator[File]:
