@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 nox.options.default_venv_backend = "venv"
 
 
-@nox.session(python=["3.12", "3.13"])
+def interpreter(version: str) -> str:
+    """Where pyenv keeps that Python, if it does; its own commands only work for the version in use."""
+    kept = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(kept[-1]) if kept else version
+
+
+@nox.session(python=[interpreter("3.12"), interpreter("3.13")])
 def tests(session: nox.Session) -> None:
     session.install("-q", "-e", ".[test]")
     session.run("pytest", "-q", "-n", "2", "tests", "scenarios", *session.posargs)
