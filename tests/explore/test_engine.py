@@ -499,3 +499,15 @@ def test_a_job_that_knows_the_ids_of_its_rows_is_judged_too(chaos: Chaos, db: En
             run(db, "INSERT OR REPLACE INTO marks VALUES ('seen', 1)")
 
     assert chaos.explore(job, db).verdict == "proven"
+
+
+def test_a_job_that_decides_by_chance_is_told_so(chaos: Chaos, db: Engine) -> None:
+    def job(db: Engine) -> None:
+        order = [str(number) for number in range(50)]
+        random.shuffle(order)
+        for key in order:
+            run(db, "INSERT OR IGNORE INTO marks VALUES (:k, 1)", k=key)
+
+    report = chaos.explore(job, db)
+    assert report.verdict == "inconclusive" and not report.ok
+    assert "decides by random values" in report.stop_reason
