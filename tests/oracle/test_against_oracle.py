@@ -161,6 +161,7 @@ KNOWN: list[Job] = [
     known_jobs.raw_commit_after_a_read,
     known_jobs.crash_failure_crash,
     known_jobs.failure_leads_back,
+    known_jobs.beyond_repair_and_not_stuck,
 ]
 KNOWN_WITH_REDIS: list[Job] = [known_jobs.redis_only_after_a_crash, known_jobs.locked_until_the_lock_ends]
 
