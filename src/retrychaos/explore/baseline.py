@@ -108,7 +108,7 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
         for place, mine, theirs in _both(one.facts, two.facts):
             learned = canon.learn(place, mine, theirs, ids) or learned
     if learned:
-        for one, two in [*zip(first.changes, other.changes, strict=False)]:
+        for one, two in zip(first.changes, other.changes, strict=False):
             for place, mine, theirs in _both(one.facts, two.facts):
                 canon.settle(place, mine, theirs)
         for place, mine, _ in _both(canon.neutral, canon.neutral):

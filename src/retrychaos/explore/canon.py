@@ -190,15 +190,15 @@ class Canon:
 
     def _learn_text(self, place: Place, mine: Any, theirs: Any, ids: IdPairs) -> bool:
         """Two texts that differ in row ids only, such as an address of a page: ids are names there, the rest is not."""
-        if not (isinstance(mine, str) and isinstance(theirs, str)) or _NUMBER.sub("#", mine) != _NUMBER.sub(
-            "#", theirs
-        ):
+        if not (isinstance(mine, str) and isinstance(theirs, str)):
+            return False
+        skeleton = _NUMBER.sub("#", mine)
+        if len(skeleton) < 6 or skeleton != _NUMBER.sub("#", theirs):
             return False
         kinds: list[str] = []
         for one, two in zip(_NUMBER.findall(mine), _NUMBER.findall(theirs), strict=True):
             kinds.append("" if one == two else _reference(int(one), int(two), ids))
-        skeleton = _NUMBER.sub("#", mine)
-        if "volatile" in kinds or len(skeleton) < 6:
+        if "volatile" in kinds:
             return False
         self._texts[place][skeleton] = tuple(kinds)
         return True

@@ -149,6 +149,8 @@ class Check:
             order = replace(closure.order(state, state.wait), start=saved)
             outcome = forked.run(order, keep_none)
             if outcome.end == "stopped":
+                if not outcome.doubts:
+                    raise OutOfBudget  # a sample that did not end has shown nothing
                 closure.doubts += outcome.doubts
             elif closure.digest(outcome) != state.digest:
                 return True
@@ -172,7 +174,7 @@ class Check:
             )
         else:
             verdict = PROVEN
-        warnings = [f"{note}" for note in closure.notes]
+        warnings = list(closure.notes)
         unneeded = [each for each in self._options.tolerate if each not in baseline.judge.tolerated]
         if verdict == PROVEN and unneeded:
             warnings.append(f"tolerate={unneeded} was not needed: no effect of that name happened more than once")
