@@ -22,7 +22,7 @@ _OPTIONS = {
     "volatile": "cells that are not compared, such as jobs.attempts, separated by commas",
     "isolation": '"sample" or "process": run some or all deliveries in forked processes (default: "sample")',
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
-    "duplicates": "1: two deliveries at the same time are not in this version yet",
+    "duplicates": "deliveries of the message that are alive at the same time, at most; 1 turns that off",
     "faults": "false: errors and lost replies are not in this version yet",
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }

@@ -9,13 +9,17 @@ from dataclasses import dataclass, replace
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
+from retrychaos.explore.duplicates import Overlapped, deviation_of, overlap
+from retrychaos.explore.interleaving import OutOfTime
+from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
+from retrychaos.explore.schedule import perform_turns
 from retrychaos.explore.runner import Forked, Here, Runner
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
-from retrychaos.model.options import Options
-from retrychaos.model.plan import parse
+from retrychaos.model.options import DEFAULT_OVERLAP, Options
+from retrychaos.model.plan import Plan, parse
 from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Finding, Ledger, Report, Run
 from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
@@ -26,6 +30,12 @@ _REMEMBERS = (
     "the job remembers things in the memory of its process (a module global, a cache), which a crash wipes: every "
     "delivery ran in a process of its own"
 )
+_SHARED_MEMORY = (
+    "the job remembers things in the memory of its process (a module global, a cache), which deliveries that overlap here "
+    "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
+)
+_MOST_STILL = 5.0
+"""Seconds that a delivery may stand still, where others overlap with it."""
 _perf_counter = time.perf_counter
 
 
@@ -82,6 +92,8 @@ class Check:
         runner: Runner = Here(self._workshop, self._job)
         first = first_run(runner, self._start, self._limit())
         self._clean_run_done()
+        if plan.turns:
+            return self._run_turns(plan, runner, first), first.saved
         runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
         found = self._found()
         again = first_run(runner, self._start, self._limit())
@@ -92,6 +104,17 @@ class Check:
         differences = deviation.differences if deviation else ()
         kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
         return Run(plan, done.timeline, differences, kind, effect), first.saved
+
+    def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
+        baseline = establish(
+            runner, self.canon, first, self._found(), self._options, self._start, self._limit()
+        )
+        done = perform_turns(plan, self._workshop, self._job, self._start, self._limit())
+        deviation = deviation_of(done, baseline.judge)
+        plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
+        if deviation is None:
+            return Run(plan, done.timeline, (), moments=done.moments)
+        return Run(plan, done.timeline, deviation.differences, deviation.kind, deviation.effect, done.moments)
 
     # -- exploring --------------------------------------------------------------------------------------------------
 
@@ -124,7 +147,77 @@ class Check:
             spent = True
         if isinstance(runner, Here):
             self._fork().end()
-        return self._report(runner, baseline, closure, spent, note)
+        report = self._report(runner, baseline, closure, spent, note)
+        if report.verdict != PROVEN or self._options.duplicates == 1:
+            return report
+        return self._with_duplicates(report, baseline, closure, note == _REMEMBERS)
+
+    def _with_duplicates(self, report: Report, baseline: Baseline, closure: Closure, remembers: bool) -> Report:
+        """The job is right under crashes, one delivery at a time. Is it, where they overlap?"""
+        if remembers:
+            return self._doubtful(report, Overlapped(reason=_SHARED_MEMORY))
+        most = self._options.crashes
+        scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
+        judge = baseline.judge
+        done = overlap(self._name, self._workshop, self._job, judge, self._start, scope, self._overlap_limit())
+        report = replace(
+            report,
+            states=report.states + done.states,
+            runs=report.runs + done.runs,
+            seconds=_perf_counter() - self._started,
+            warnings=(*report.warnings, *(note for note in done.notes if note not in report.warnings)),
+        )
+        if done.findings:
+            fewest = min(finding.plan.crashes for finding in done.findings)
+            return replace(
+                report,
+                verdict=FAILED,
+                findings=done.findings,
+                guarantee=f"none: a fault shows when {self._options.duplicates} deliveries overlap, with {_count(fewest)}",
+            )
+        if done.reason or done.spent:
+            return self._doubtful(report, done)
+        crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
+        tail = report.guarantee[report.guarantee.index("closed)") + len("closed)") :]
+        bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded or done.bounded else ""
+        late = "at once and after each expiry" if self._options.late else "at once"
+        return replace(
+            report,
+            guarantee=(
+                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, redelivered {late}, and up to "
+                f"{self._options.duplicates} deliveries that overlap in every order of their steps: the ledger is that "
+                f"of a clean run ({_states(report.states)}, closed){tail}"
+            ),
+        )
+
+    def _doubtful(self, report: Report, done: Overlapped) -> Report:
+        covered = f"Proven so far, one delivery at a time: {report.guarantee}"
+        reason = done.reason
+        if done.spent:
+            reason = (
+                f"the budget ran out after {_states(done.states)} of deliveries that overlap; no fault was found so far. "
+                "Raise the option budget to go on."
+            )
+        return replace(
+            report,
+            verdict=INCONCLUSIVE,
+            guarantee=f"none: {reason}",
+            stop_reason=reason,
+            budget_spent=done.spent and not done.reason,
+            notes=(*report.notes, covered),
+        )
+
+    def _overlap_limit(self) -> Callable[[], float]:
+        """Seconds that a run of deliveries that overlap may stand still; raises OutOfTime when the budget is spent."""
+        budget = self._options.budget
+        end = self._started + budget if budget is not None else _perf_counter() + DEFAULT_OVERLAP
+
+        def limit() -> float:
+            if _perf_counter() > end:
+                raise OutOfTime
+            return max(1.0, min(_MOST_STILL, end - _perf_counter()))
+
+        return limit
 
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
         crashes = self._options.crashes
@@ -169,7 +262,7 @@ class Check:
         elif spent:
             verdict = INCONCLUSIVE
             reason = (
-                f"the budget of {self._options.budget:g} s ran out after {len(closure.states) - closure.waiting} of at "
+                f"the budget of {self._options.seconds:g} s ran out after {len(closure.states) - closure.waiting} of at "
                 f"least {len(closure.states)} states; no fault was found so far. Raise the option budget to go on."
             )
         else:
@@ -285,11 +378,11 @@ class Check:
 
     def _limit(self) -> float:
         """Seconds for one delivery: what is left of the budget, and a little more for one that has begun."""
-        left = self._options.budget - (_perf_counter() - self._started)
+        left = self._options.seconds - (_perf_counter() - self._started)
         return max(left, 1.0)
 
     def _limit_or_stop(self) -> float:
-        if _perf_counter() - self._started > self._options.budget:
+        if _perf_counter() - self._started > self._options.seconds:
             raise OutOfBudget
         return self._limit()
 
@@ -329,6 +422,10 @@ def _left_behind(judge: Judge) -> list[str]:
     if not judge.faded:
         return []
     return [f"a crash leaves {', '.join(sorted(judge.faded))} behind until it expires; that was not counted as a fault"]
+
+
+def _count(crashes: int) -> str:
+    return f"{crashes} crash{'' if crashes == 1 else 'es'}"
 
 
 def _states(count: int) -> str:

@@ -24,6 +24,10 @@ class WorldError(ChaosError):
     """A resource cannot be snapshotted or restored safely, so the check refuses to touch it."""
 
 
+class SharingError(WorldError):
+    """A part of the world cannot be used by two deliveries at once in this process."""
+
+
 class PlanError(ChaosError, ValueError):
     """A token is damaged, of another version, of another job, or no longer fits the job."""
 

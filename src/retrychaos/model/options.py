@@ -10,13 +10,22 @@ from typing import Any
 
 from retrychaos.model.errors import OptionError
 
+MOST_DUPLICATES = 4
+"""Live deliveries at most: with more of them no space of interleavings closes."""
+DEFAULT_BUDGET = 30.0
+"""Seconds for a check, if nobody has said anything else."""
+DEFAULT_OVERLAP = 1.5
+"""Seconds of these for deliveries that overlap: their number of states can grow exponentially with the steps."""
+
 
 @dataclass(frozen=True)
 class Options:
     """What a check covers and what it may spend.
 
     crashes: ``"any"`` number of crashes, or at most that many; 0 turns them off.
-    budget: seconds; when they are spent the verdict is ``inconclusive`` and says how far it got.
+    budget: seconds; when they are spent the verdict is ``inconclusive`` and says how far it got. None: 30 s for
+    crashes, and 1.5 s for deliveries that overlap.
+    duplicates: deliveries of the message that are alive at the same time, at most; 1 turns that off.
     tolerate: effects that may happen more often than once (``"mail"``, ``"payments.charge"``, a table); a pattern
     with ``*`` works.
     volatile: cells that may differ (``"jobs.attempts"``, ``"redis:stats:*"``, a whole table).
@@ -24,18 +33,23 @@ class Options:
     ``"process"`` runs every delivery so.
     scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``).
     late: deliver also after each expiry that a state holds (times to live in Redis).
-    duplicates, faults: not in this version; only the values that turn them off.
+    faults: not in this version; only the value that turns it off.
     """
 
     crashes: int | str = "any"
-    duplicates: int = 1
+    duplicates: int = 2
     faults: bool = False
     late: bool = False
-    budget: float = 30.0
+    budget: float | None = None
     tolerate: tuple[str, ...] = ()
     volatile: tuple[str, ...] = ()
     isolation: str = "sample"
     scratch: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The whole budget."""
+        return DEFAULT_BUDGET if self.budget is None else self.budget
 
     def with_changes(self, changes: Mapping[str, Any]) -> Options:
         """A copy with other values. Raises OptionError for an unknown name or a value of the wrong type."""
@@ -93,7 +107,7 @@ def _crashes(value: Any) -> int | str:
 
 
 def _duplicates(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value == 1:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_DUPLICATES:
         return value
     raise ValueError
 
@@ -110,7 +124,9 @@ def _switch(value: Any) -> bool:
     raise TypeError
 
 
-def _budget(value: Any) -> float:
+def _budget(value: Any) -> float | None:
+    if value is None:
+        return None
     if _is_number(value) and 0 < value < math.inf:
         return float(value)
     raise ValueError
@@ -144,7 +160,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 _EXPECTED = {
     "crashes": '"any" or a number of crashes from 0',
-    "duplicates": "1 (two deliveries at the same time are not in this version yet)",
+    "duplicates": f"a number of deliveries from 1 to {MOST_DUPLICATES}",
     "faults": "False (errors and lost replies are not in this version yet)",
     "late": "True or False",
     "budget": "a number of seconds above 0",

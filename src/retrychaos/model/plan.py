@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
 
 from retrychaos.model.errors import PlanError
 from retrychaos.model.step import Step
 
 VERSION = "rc1"
+_TURN = re.compile(r"(\d+)([bkrfj])(\d+)")
+_TURNS = re.compile(rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z")
 _LEG = re.compile(r"(?:w(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
+
+
+class Turn(NamedTuple):
+    """One choice among deliveries that overlap.
+
+    kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
+    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on by `seconds`).
+    delivery: which one, counted from 1 in the order in which they began.
+    ident: what it draws at random; no two deliveries that can know of each other have the same.
+    """
+
+    kind: str
+    delivery: int = 0
+    ident: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,24 +49,32 @@ class Leg:
 
 @dataclass(frozen=True)
 class Plan:
-    """Deliveries of one message. ``crashes``, ``switches`` and ``steps`` are counts; ``token`` replays it."""
+    """Deliveries of one message. ``crashes``, ``switches`` and ``steps`` are counts; ``token`` replays it.
+
+    legs: deliveries one after the other. turns: deliveries that overlap, instead. mark: fingerprint of what these do.
+    """
 
     job: str
-    legs: tuple[Leg, ...]
+    legs: tuple[Leg, ...] = ()
     steps: int = 0
+    turns: tuple[Turn, ...] = ()
+    mark: str = ""
 
     @property
     def crashes(self) -> int:
-        return sum(leg.crash_after is not None for leg in self.legs)
+        killed = sum(turn.kind == "kill" for turn in self.turns)
+        return killed + sum(leg.crash_after is not None for leg in self.legs)
 
     @property
     def switches(self) -> int:
-        """Changes from one live delivery to another: none, deliveries follow each other."""
-        return 0
+        """Changes from one live delivery to another."""
+        moves = [turn.delivery for turn in self.turns if turn.kind in ("begin", "run", "fail")]
+        return sum(one != other for one, other in pairwise(moves))
 
     @property
     def token(self) -> str:
-        body = f"{VERSION}.{job_mark(self.job)}." + ".".join(map(_write, self.legs))
+        parts = [_write_turns(self.turns, self.mark)] if self.turns else map(_write, self.legs)
+        body = f"{VERSION}.{job_mark(self.job)}." + ".".join(parts)
         return f"{body}.{_digest(body, 2)}"
 
 
@@ -63,10 +90,10 @@ def steps_mark(steps: Sequence[Step]) -> str:
 
 def parse(token: str, job: str) -> Plan:
     """The plan behind a token. Raises PlanError if it is damaged, of another version, or of another job."""
-    legs = read(token)
+    legs, turns, mark = read(token)
     if not belongs(token, job):
         raise PlanError(f"{token!r} belongs to another job than {job}. Run it with the job of the report it came from.")
-    return Plan(job, legs)
+    return Plan(job, legs, turns=turns, mark=mark)
 
 
 def belongs(token: str, job: str) -> bool:
@@ -74,8 +101,8 @@ def belongs(token: str, job: str) -> bool:
     return token.strip().split(".")[1:2] == [job_mark(job)]
 
 
-def read(token: str) -> tuple[Leg, ...]:
-    """The deliveries of a token, of whatever job. Raises PlanError if it is damaged or of another version."""
+def read(token: str) -> tuple[tuple[Leg, ...], tuple[Turn, ...], str]:
+    """The deliveries of a token, of whatever job, as in Plan. Raises PlanError if it is damaged or of another version."""
     if not isinstance(token, str):
         raise PlanError(f"a plan is given by its token, a text that begins with {VERSION!r}, not by {token!r}.")
     parts = token.strip().split(".")
@@ -87,10 +114,13 @@ def read(token: str) -> tuple[Leg, ...]:
             "get a token of this version."
         )
     body, _, digest = token.strip().rpartition(".")
+    turns = _TURNS.match(parts[2]) if len(parts) == 4 else None
     legs = [_LEG.match(part) for part in parts[2:-1]]
-    if len(parts) < 4 or _digest(body, 2) != digest or not all(legs):
+    if len(parts) < 4 or _digest(body, 2) != digest or not (turns or all(legs)):
         raise PlanError(f"{token!r} is damaged: its checksum does not fit. Copy the whole token from the report.")
-    return tuple(_read(leg) for leg in legs if leg)
+    if turns:
+        return (), tuple(_read_turns(turns[2])), turns[1]
+    return tuple(_read(leg) for leg in legs if leg), (), ""
 
 
 def _write(leg: Leg) -> str:
@@ -101,6 +131,37 @@ def _write(leg: Leg) -> str:
 def _read(match: re.Match[str]) -> Leg:
     wait, crash, mark = match.groups()
     return Leg(None if crash is None else int(crash), mark or "", int(wait or 0))
+
+
+def _write_turns(turns: Sequence[Turn], mark: str) -> str:
+    """``t``, the mark, and for each turn the delivery, a letter, and how often, or which."""
+    out: list[str] = []
+    runs = 0
+    for turn, following in zip_longest(turns, turns[1:]):
+        if turn.kind == "run":
+            runs += 1
+            if following is None or following.kind != "run" or following.delivery != turn.delivery:
+                out.append(f"{turn.delivery}r{runs}")
+                runs = 0
+        elif turn.kind == "begin":
+            out.append(f"{turn.delivery}b{turn.ident}")
+        elif turn.kind == "jump":
+            out.append(f"0j{round(turn.seconds * 1000)}")
+        else:
+            out.append(f"{turn.delivery}{turn.kind[0]}0")
+    return f"t{mark}_" + "-".join(out)
+
+
+def _read_turns(text: str) -> Iterator[Turn]:
+    for delivery, letter, number in _TURN.findall(text):
+        if letter == "j":
+            yield Turn("jump", seconds=int(number) / 1000)
+        elif letter == "b":
+            yield Turn("begin", int(delivery), int(number))
+        elif letter == "r":
+            yield from [Turn("run", int(delivery))] * int(number)
+        else:
+            yield Turn({"k": "kill", "f": "fail"}[letter], int(delivery))
 
 
 def _digest(text: str, size: int) -> str:

@@ -27,6 +27,19 @@ class Delivery:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """One moment in a run of deliveries that overlap: `delivery` did a step, or something happened to it.
+
+    event: ``begins``, ``waits``, ``dies``, ``acknowledged``, ``raises``, ``later`` (the clock goes on).
+    """
+
+    delivery: int
+    step: Step | None = None
+    event: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Difference:
     """A row or effect that is there more or less often than after the clean run.
 
@@ -56,6 +69,8 @@ class Finding:
     also_at: tuple[str, ...] = ()
     more_places: int = 0
     reason: str = ""
+    moments: tuple[Moment, ...] = ()
+    """In which order deliveries that overlap did what; empty if they follow each other."""
 
     @property
     def token(self) -> str:
@@ -115,6 +130,7 @@ class Run:
     kind: str = ""
     """As in Finding, or empty if the ledger is as after the clean run."""
     effect: str = ""
+    moments: tuple[Moment, ...] = ()
 
     @property
     def ok(self) -> bool:

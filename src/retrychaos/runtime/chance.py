@@ -23,6 +23,18 @@ def uuid4_of(value: bytes) -> int:
     return number & ~(0xF000 << 64) | (4 << 76)
 
 
+class Stream:
+    """The randomness of one delivery, while another one runs."""
+
+    def __init__(self, seed: str) -> None:
+        self.seed = seed
+        self.key = b""
+        self.count = 0
+        self.state: Any = None
+        self.drew = False
+        """It was asked for something, as far as known."""
+
+
 class Chance:
     """Replaces ``os.urandom`` (and with it uuid4 and secrets), seeds ``random``, and keeps what was drawn.
 
@@ -56,6 +68,25 @@ class Chance:
         self._seed = hashlib.blake2b(f"{self._salt} {seed}".encode(), digest_size=32).digest()
         self._count = 0
         random.seed(self._seed)
+
+    def enter(self, stream: Stream) -> None:
+        """Go on with the draws of a delivery, in the calling order of its own thread."""
+        if stream.state is None:
+            self.seed(stream.seed)
+            stream.key, stream.state = self._seed, random.getstate()
+        else:
+            self._seed, self._count = stream.key, stream.count
+            random.setstate(stream.state)
+
+    def leave(self, stream: Stream) -> None:
+        """Another delivery goes on."""
+        state = random.getstate()
+        stream.drew = stream.drew or self._count > 0 or state != stream.state
+        stream.count, stream.state = self._count, state
+
+    def live_in(self, thread: int) -> None:
+        """The thread that draws from now on."""
+        self._thread = thread
 
     def drew(self, uuid: str) -> bool:
         """A random UUID (version 4, 32 hexadecimal digits) was drawn in this check."""

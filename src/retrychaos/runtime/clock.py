@@ -66,6 +66,10 @@ class Clock:
             self._travel.stop()
             self._travel = None
 
+    def live_in(self, thread: int) -> None:
+        """The thread that lives in virtual time from now on."""
+        self._thread = thread
+
     def now(self) -> float:
         """Virtual seconds since the epoch."""
         return self._now

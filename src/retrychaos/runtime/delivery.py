@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from retrychaos.model.ledger import Facts
 from retrychaos.model.step import Step
@@ -31,6 +31,14 @@ _MOST_UNCOLLECTED = 200_000
 """Objects that may be new since the collector has last run."""
 FIRST_PID = 3_000_001
 """Process ids of deliveries: above what Linux gives out by default, so that they are recognised in data."""
+_ASK_ANYWAY = frozenset({"redis", "fakeredis", "sqlalchemy", "logging", "threading", "random", "psycopg", "retrychaos"})
+"""Packages that ask for the process id to notice forks, and do nothing else with it."""
+
+
+class Play(Protocol):
+    """Several deliveries at once; see runtime/turns.py."""
+
+    running: Any
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,9 @@ class Workshop:
         self._watchdog = Watchdog(self._time_is_up)
         self._running: _Delivery | None = None
         self._patches = Patches()
-        self._pid = os.getpid()
+        self.play: Play | None = None
+        """Several deliveries at once are on."""
+        self._real_pid = self._pid = os.getpid()
         self._collects = False
 
     def start(self) -> None:
@@ -134,7 +144,7 @@ class Workshop:
         # over, and after a fork it makes each process copy all the memory that it looks at.
         self._collects = gc.isenabled()
         gc.disable()
-        self._patches.set_everywhere(os, "getpid", lambda: self._pid)
+        self._patches.set_everywhere(os, "getpid", self._getpid)
         self.clock.start(self._sleep)
         self.chance.start()
         self.world.install()
@@ -156,8 +166,7 @@ class Workshop:
         self.clock.set(order.at)
         world.restore(order.start)
         self.chance.seed(order.seed)
-        real = self._pid
-        self._pid = FIRST_PID + order.number
+        self._pid = self.pid_of(order.number)
         delivery = _Delivery(world, self.clock, order, keep)
         threads = set(threading.enumerate())
         world.recorder = self._running = delivery
@@ -190,14 +199,34 @@ class Workshop:
             finally:
                 world.quiet = False
                 world.recorder = self._running = None
-                self._pid = real
+                self._pid = self._real_pid
         return delivery.outcome(notes)
+
+    def pid_of(self, number: int) -> int:
+        """The process id of a delivery."""
+        return FIRST_PID + number
+
+    def live_in(self, thread: int, pid: int | None) -> None:
+        """The thread that runs deliveries from now on, and the process that it is (None: our own)."""
+        self.clock.live_in(thread)
+        self.chance.live_in(thread)
+        self._pid = self._real_pid if pid is None else pid
+
+    def _getpid(self) -> int:
+        if self.play is not None and self.play.running is not None:
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            if asking.partition(".")[0] not in _ASK_ANYWAY:
+                self.play.running.asked_pid = True
+        return self._pid
 
     def _time_is_up(self) -> None:
         if self._running is not None:
             self._running.stop()
 
     def _sleep(self, seconds: float) -> None:
+        if self.play is not None and self.play.running is not None:
+            self.play.running.sleep(seconds)
+            return
         if self._running is None or self.world.quiet:
             return
         self._running.sleep(seconds)
@@ -259,6 +288,13 @@ class _Delivery:
         if reason not in self._doubts:
             self._doubts.append(reason)
 
+    def observed(self, *values: object) -> None:
+        """What a job gets back matters only where deliveries overlap."""
+
+    def blocked(self) -> bool:
+        """Nobody else is running who could end the wait."""
+        return False
+
     # -- the job ----------------------------------------------------------------------------------------------------
 
     def call(self, job: Job) -> None:
@@ -274,7 +310,7 @@ class _Delivery:
                 raise  # pytest.skip() and the like
             if self.fence is None:
                 self._end = "failed"
-                self._error = _describe(error)
+                self._error = describe(error)
                 if self._order.traced:
                     self._trace = "".join(traceback.format_exception(error))
             self.remains = error
@@ -366,6 +402,7 @@ class _Delivery:
         )
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

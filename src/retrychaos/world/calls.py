@@ -152,6 +152,7 @@ class Calls:
         self.last: list[tuple[Watched, Call]] = []
         """What arrived in the delivery that has ended last, until the next one begins."""
         self.version = Version({})
+        self.commits = 0
         self.entering: list[Callable[[], None]] = []
         """Called when a thread enters a watched call, nested ones apart: what happens inside is covered by it."""
         self.leaving: list[Callable[[], None]] = []
@@ -261,6 +262,12 @@ class Calls:
         self._depths.clear()
         return ()
 
+    def leave(self, owner: object) -> None:
+        """Receivers keep nothing open."""
+
+    def holds(self, owner: object) -> str:
+        return ""
+
     def shift(self, seconds: float) -> None:
         """Receivers have no clock."""
 
@@ -331,6 +338,8 @@ class Calls:
             _dismiss(value)
             self.stage.refuse(no_async(watched.label))
         self._record(watched, call, row, value)
+        if watched.result is not MISSING:
+            self.stage.observed(value)
         return value
 
     def _answer(self, watched: Watched, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -173,6 +173,9 @@ class Escapes:
             self._claimed_peers.add(peer)
         return found
 
+    def leave(self, owner: object) -> None:
+        """What one of several deliveries did outside of the ledger is told with what the others did."""
+
     # -- what was seen --------------------------------------------------------------------------------------------
 
     def audit(self, event: str, args: tuple[Any, ...], frame: FrameType) -> None:

@@ -6,7 +6,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from retrychaos.model.step import Site
-from retrychaos.world import calls, interception, sockets
+from retrychaos.world import calls, interception, sockets, sqlite_turns
 from retrychaos.world.sites import origin, site_of
 
 _TOOLS = frozenset(
@@ -18,7 +18,7 @@ _IMPORTING = frozenset({"importlib._bootstrap_external", "_frozen_importlib_exte
 _PROBES = frozenset({"platform", "uuid", "ctypes.util"})
 """Modules that ask other programs about the machine."""
 
-_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets))
+_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns))
 """Our wrappers around functions of others: what happens beneath is not our doing."""
 
 

@@ -33,6 +33,7 @@ from retrychaos.world.redis_server import RedisServer, Wire, hang_up
 from retrychaos.world.redis_servers import Servers
 from retrychaos.world.resource import Stage
 
+_WATCHING = frozenset({"WATCH", "EXEC"})
 _SUSPICIOUS = FIELD_EXPIRY | UNSEEN.keys() | {"EVAL", "EVALSHA"}
 
 
@@ -71,6 +72,14 @@ class RedisSource:
         self._wires.clear()
         self._servers.end_delivery()
 
+    def leave(self, owner: object) -> None:
+        for connection, wire in list(self._wires.items()):
+            if wire.owner is owner:
+                hang_up(connection)
+                if wire.server is not None:
+                    wire.server.connections.pop(connection, None)
+                del self._wires[connection]
+
     def uninstall(self) -> None:
         self._stop_births()
         self._stop_births = _nothing
@@ -98,9 +107,13 @@ class RedisSource:
                 return self._exec(connection, wire, original, args, kwargs)
             wait = blocking_time(call)
             self._step(connection, wire, [call], call.text)
-            sent = _send(wire, original, connection, *(args if wait is None else impatient(call)), **kwargs)
+            hasty = args if wait is None else impatient(call)
+            sent = _send(wire, original, connection, *hasty, **kwargs)
             self._published(connection, wire, [call])
-            if wait is not None:
+            if self._stage.concurrent:
+                again = None if wait is None else lambda: _send(wire, original, connection, *hasty, **kwargs)
+                self._observe(connection, wait, again)
+            elif wait is not None:
                 seconds, server = wait or None, self._server(connection, wire)
                 # If nothing came, the whole time would have passed, as nobody else is running.
                 _on_reply(
@@ -145,9 +158,11 @@ class RedisSource:
                 return original(pipeline, connection, commands, raise_on_error)
             calls = [call_of(args) for args, _ in commands]
             self._step(connection, wire, calls, _transaction_text(calls))
+            wire.watching = False
             responses = _send(wire, original, pipeline, connection, commands, False)
             done = [call for call, reply in zip(calls, responses, strict=True) if not isinstance(reply, Exception)]
             self._published(connection, wire, done)
+            self._stage.observed(responses)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
             return responses
@@ -170,11 +185,34 @@ class RedisSource:
                     self._note(connection, wire, call)
                 elif not isinstance(reply, Exception):
                     self._published(connection, wire, [call])
+                if not silent:
+                    self._stage.observed(reply)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
             return responses
 
         return _execute_pipeline
+
+    def _observe(self, connection: Any, wait: float | None, again: Callable[[], Any] | None) -> None:
+        """Deliveries overlap: what this one is told is what it knows, and a command that waits waits for the others."""
+        read_response = connection.read_response
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            connection.__dict__.pop("read_response", None)
+            try:
+                reply = read_response(*args, **kwargs)
+                while again is not None and not reply and self._stage.blocked():
+                    again()
+                    reply = read_response(*args, **kwargs)
+            except redis.RedisError as error:
+                self._stage.observed("error", type(error).__name__, str(error))
+                raise
+            if again is not None and not reply:
+                self._stage.sleep(wait or None)
+            self._stage.observed(reply)
+            return reply
+
+        connection.read_response = once
 
     def _refuse_async(self, original: Any) -> Any:
         async def send_packed_command(connection: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +257,9 @@ class RedisSource:
         elif call.name == "MULTI":
             wire.queued = []
         elif call.name in ("DISCARD", "EXEC"):
-            wire.queued = None
+            wire.queued, wire.watching = None, False
+        elif call.name == "UNWATCH":
+            wire.watching = False
         elif call.name == "SCRIPT":
             self._note_script(connection, wire, call)
         elif wire.queued is not None:
@@ -234,7 +274,7 @@ class RedisSource:
 
     def _exec(self, connection: Any, wire: Wire, original: Any, args: Command, kwargs: dict[str, Any]) -> Any:
         """An EXEC that was sent by itself."""
-        calls, wire.queued = wire.queued or [], None
+        calls, wire.queued, wire.watching = wire.queued or [], None, False
         self._step(connection, wire, calls, _transaction_text(calls))
         sent = _send(wire, original, connection, *args, **kwargs)
         _on_reply(connection, lambda reply: self._published(connection, wire, calls) if reply is not None else None)
@@ -247,6 +287,8 @@ class RedisSource:
         detail = "; ".join(call.detail for call in calls) if self._stage.traced else text
         self._stage.step("redis", server, text, detail)
         for call in calls:
+            if call.name in _WATCHING:
+                wire.watching = call.name == "WATCH"
             if call.name in _SUSPICIOUS:
                 self._suspect(server, call)
             keys = call.keys()
@@ -294,6 +336,7 @@ class RedisSource:
             except WorldError as problem:  # must not look like a failure of the job
                 self._stage.refuse(problem)
         wire.server.connections[connection] = wire
+        wire.owner = self._stage.owner
         return wire.server
 
 

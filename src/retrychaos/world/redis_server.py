@@ -40,6 +40,10 @@ class Wire:
     """Since a MULTI that was sent by itself."""
     announced: bool = False
     """What is being sent is known already."""
+    owner: object = None
+    """The delivery that used it last, where several run."""
+    watching: bool = False
+    """A WATCH is on."""
 
 
 class RedisServer:
@@ -61,6 +65,7 @@ class RedisServer:
         self._all_dirty = False
         self._scripts: set[Any] = set()
         self._saved: tuple[Version, Snapshot] | None = None
+        self.commits = 0
         absolute = not isinstance(line.ask([("PEXPIRETIME", "retrychaos")])[0], Exception)
         self._when, self._slack = ("PEXPIRETIME", 3) if absolute else ("PTTL", 30)
         self.version = Version({})
@@ -107,11 +112,13 @@ class RedisServer:
 
     def refresh(self) -> Version:
         if self._all_dirty:
+            self.commits += 1
             return self.sweep()
         now = self._now()
         if self.version.expiries and self.version.expiries[0] * 1000 < now:
             self._dirty.update((place, state.kind) for place, state in self._states() if _over(state, now))
         if self._dirty:
+            self.commits += 1
             wanted, self._dirty = self._dirty, {}
             self._take(self._read(wanted))
         else:
@@ -163,6 +170,10 @@ class RedisServer:
             hang_up(connection)
         self.connections.clear()
         return lines
+
+    def holds(self, owner: object) -> str:
+        wires = [wire for wire in self.connections.values() if wire.owner is owner]
+        return "watch" if any(wire.watching or wire.queued is not None for wire in wires) else ""
 
     def shift(self, seconds: float) -> None:
         if self._fake is None:

@@ -10,17 +10,22 @@ from retrychaos.model.ledger import Version
 Blob: TypeAlias = Any
 """What a resource needs to restore a version: plain data that survives pickling."""
 
+BEGUN = "begun"
+"""What Resource.holds() says of a transaction that has begun, and has neither read nor locked anything yet."""
+
 
 class Resource(Protocol):
     """Something outside the process that a job touches.
 
     ``name`` identifies it over the processes of one check (parent and forks), ``label`` is for people.
-    ``version`` is the committed state as last read.
+    ``version`` is the committed state as last read. ``commits`` counts how often something may have been committed,
+    also where the state came out the same.
     """
 
     name: str
     label: str
     version: Version
+    commits: int
 
     def refresh(self) -> Version:
         """Read what may have been committed since; return the same object if nothing was.
@@ -56,6 +61,10 @@ class Resource(Protocol):
         """The check is over, its clock was `ahead` seconds ahead of real time: what lives for a time lives as long."""
         ...
 
+    def holds(self, owner: object) -> str:
+        """What a delivery has open here (a transaction, a lock), as far as others can notice; empty if nothing."""
+        ...
+
     def shift_ids(self, by: int) -> None:
         """Let the store draw other row ids than usual from now on, where it has a counter for them."""
         ...
@@ -78,6 +87,13 @@ class Source(Protocol):
         """The process is gone: forget what belonged to it. Called before the resources' end_delivery."""
         ...
 
+    def leave(self, owner: object) -> None:
+        """One of several deliveries has ended or died, perhaps in the middle of a step: close what it had open.
+
+        Called in another thread than its own, which stands still.
+        """
+        ...
+
     def uninstall(self) -> None:
         """Undo every patch, whatever state the source is in."""
         ...
@@ -95,6 +111,22 @@ class Stage(Protocol):
     """A timeline is wanted: steps are told with their values."""
     quiet: bool
     """The harness itself is at work on a store: hooks must look away."""
+    concurrent: bool
+    """Several deliveries are running, each in a thread of its own, one at a time."""
+
+    @property
+    def owner(self) -> object | None:
+        """The delivery whose code is running, where there are several; else None."""
+        ...
+
+    def observed(self, *values: object) -> None:
+        """The job gets this back from its step, and nothing else; may be called several times."""
+        ...
+
+    def blocked(self) -> bool:
+        """The step of the running delivery has to wait for another delivery. Returns when one has moved: True to try
+        again, False to let the step fail."""
+        ...
 
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         """A step is about to run: here is a boundary. May raise a BaseException that ends the delivery."""

@@ -20,11 +20,12 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm import session as session_module
 from sqlalchemy.pool import Pool
 
-from retrychaos.model.errors import WorldError
+from retrychaos.model.errors import SharingError, WorldError
 from retrychaos.model.values import short
 from retrychaos.world.resource import Stage
 from retrychaos.world.sqlite import Handle, SqliteDatabase, identify
 from retrychaos.world.sqlite_clock import follow_clock
+from retrychaos.world.sqlite_turns import TurnConnection, connecting
 
 _RECIPE = (
     "the connection was already inside a transaction when the check began (the 'rollback after each test' recipe: "
@@ -37,6 +38,19 @@ _PENDING = (
     "a session or connection had uncommitted changes when the check began, on the same connection that the job uses. "
     "No other process would see them. Remedy: commit in the fixture before the check."
 )
+_SHARED_SESSION = (
+    "one SQLAlchemy session is used by both deliveries: it was made outside of the job, so in this process they share it, "
+    "which separate workers never do. Make the session inside the job, or use a scoped_session; or check crashes only "
+    "with duplicates=1."
+)
+
+
+def _not_shared(label: str) -> str:
+    return (
+        f"{label} cannot be used by two deliveries at once: a database in memory belongs to one connection, where each "
+        "would see and roll back the other's work. Use a SQLite file (chaos.sql, or one in tmp_path), or check crashes "
+        "only with duplicates=1."
+    )
 
 
 class SqlSource:
@@ -53,6 +67,7 @@ class SqlSource:
         self._blocked: list[sqlite3.Connection] = []
         """Connections to databases that were refused: nothing may run on them any more."""
         self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._session_users: weakref.WeakKeyDictionary[Session, object] = weakref.WeakKeyDictionary()
         self._sessions: set[int] = set()
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Engine, "before_cursor_execute", self._before_execute),
@@ -66,6 +81,9 @@ class SqlSource:
             (DefaultDialect, "do_executemany", self._executemany),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._patched: list[tuple[Any, str, Any]] = []
+        self._pools: dict[object, dict[int, tuple[Pool, Pool]]] = {}
+        """Each of several deliveries has pools of its own, as every worker process has."""
 
     def install(self) -> None:
         self._sessions = {session.hash_key for session in _live_sessions()}
@@ -73,10 +91,31 @@ class SqlSource:
         for target, name, listener in self._listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
+        self._patch(Pool, "connect", self._connect_pool)
+        for module in (sqlite3, sqlite3.dbapi2):
+            self._patch(module, "connect", functools.partial(connecting, self._stage))
 
     def uninstall(self) -> None:
+        while self._patched:
+            setattr(*self._patched.pop())
         while self._installed:
             event.remove(*self._installed.pop())
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        self._patched.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+    def leave(self, owner: object) -> None:
+        for key, (database, handle) in list(self._handles.items()):
+            if handle.owner is owner:
+                database.leave(owner)
+                self._handles.pop(key, None)
+        for _, pool in self._pools.pop(owner, {}).values():
+            pool.dispose()
+        for session, user in list(self._session_users.items()):
+            if user is owner:
+                self._used_sessions.discard(session)
 
     def end_delivery(self) -> None:
         """Sessions and connections are memory of the process: none survives into the next delivery."""
@@ -98,6 +137,9 @@ class SqlSource:
         self._handles.clear()
         self._ignored.clear()
         self._opened.clear()
+        for owner in list(self._pools):
+            self.leave(owner)
+        self._session_users.clear()
 
     # -- listeners --------------------------------------------------------------------------------------------------
 
@@ -118,6 +160,9 @@ class SqlSource:
     def _on_session(self, session: Session, transaction: Any, connection: Connection) -> None:
         if self._stage.running:
             self._used_sessions.add(session)
+            owner = self._stage.owner
+            if owner is not None and self._session_users.setdefault(session, owner) is not owner:
+                self._stage.refuse(SharingError(_SHARED_SESSION))
 
     def _on_begin(self, connection: Connection) -> None:
         if self._stage.running:
@@ -177,7 +222,7 @@ class SqlSource:
         if found is None or not found[1].rows or not parameters:
             return False
         database, handle = found
-        if not database.effect_of(statement, parameters[0]).fires:
+        if not (self._stage.concurrent or database.effect_of(statement, parameters[0]).fires):
             return False
         handle.announced = True
         for number, row in enumerate(parameters):
@@ -239,10 +284,29 @@ class SqlSource:
         finally:
             self._stage.quiet = quiet
         inherited = raw.in_transaction and not any(raw is opened for opened in self._opened)
-        handle = Handle(raw, record, inherited)
+        handle = Handle(raw, record, inherited, owner=self._stage.owner)
         known.handles[id(raw)] = handle
         self._handles[id(raw)] = (known, handle)
+        if isinstance(raw, TurnConnection):
+            raw.tie(known, handle, lambda statement: self._traced(known, handle, statement))
+            return
+        if self._stage.concurrent:
+            self._stage.fail(SharingError(_not_shared(known.label)))
         raw.set_trace_callback(self._tracer(known, handle))
+
+    # -- several deliveries -----------------------------------------------------------------------------------------
+
+    def _connect_pool(self, original: Any) -> Any:
+        def connect(pool: Pool) -> Any:
+            owner = self._stage.owner
+            if owner is None or not self._stage.running:
+                return original(pool)
+            pools = self._pools.setdefault(owner, {})
+            if id(pool) not in pools:
+                pools[id(pool)] = (pool, pool.recreate())
+            return original(pools[id(pool)][1])
+
+        return connect
 
     def _discover(self, raw: sqlite3.Connection, name: str, path: str | None, pool: Pool) -> SqliteDatabase:
         if path is None:

@@ -20,6 +20,7 @@ from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.world.resource import Blob, Stage
 from retrychaos.world.sqlite_effects import Effect, explain
 from retrychaos.world.sqlite_ids import shift_row_ids
+from retrychaos.world.sqlite_turns import TurnConnection
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _MOST_ROWS = 500_000
@@ -40,6 +41,8 @@ class Handle:
     rows: int = 0
     """It is an executemany that commits row by row: how many rows have started, plus one. 0: it is not."""
     committing: bool = False
+    owner: object = None
+    """The delivery that it belongs to, where several run."""
     effects: list[Effect] = field(default_factory=list)
     """What was written here since the last look at the committed state."""
 
@@ -84,6 +87,7 @@ class SqliteDatabase:
         self._seen = -1
         self._altered = False
         self._explained = 0
+        self.commits = 0
         if path is not None:
             reader.execute("PRAGMA busy_timeout = 0")
             reader.execute("PRAGMA synchronous = OFF")
@@ -124,6 +128,7 @@ class SqliteDatabase:
                 done += handle.effects
                 handle.effects = []
         if done:
+            self.commits += 1
             self._update(done)
         return self.version
 
@@ -176,6 +181,21 @@ class SqliteDatabase:
             f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
             "before returning",
         )
+
+    def holds(self, owner: object) -> str:
+        held = [
+            handle.connection.holds() if isinstance(handle.connection, TurnConnection) else "write"
+            for handle in self.handles.values()
+            if handle.owner is owner and handle.in_transaction
+        ]
+        return "+".join(sorted(held))
+
+    def leave(self, owner: object) -> None:
+        """A delivery is over while others go on: what it had open is gone."""
+        for key, handle in list(self.handles.items()):
+            if handle.owner is owner:
+                self._drop(handle)
+                del self.handles[key]
 
     def shift(self, seconds: float) -> None:
         """SQLite has no clock of its own: its functions are overridden."""

@@ -16,7 +16,7 @@ class Effect:
     """What a statement may write, as its bytecode says.
 
     tables: names, or None for "anything". generates: tables in which it draws row ids itself. given: tables in which
-    it may take row ids from the statement. fires: it runs subprograms (triggers, foreign key actions). ends: it may end
+    it may take row ids from the statement. writes: it takes the lock of a writer. fires: it runs subprograms (triggers, foreign key actions). ends: it may end
     a transaction.
     """
 
@@ -25,10 +25,11 @@ class Effect:
     given: frozenset[str] = frozenset()
     fires: bool = False
     ends: bool = False
+    writes: bool = False
 
 
 _NOTHING = Effect()
-_ANYTHING = Effect(tables=None)
+_ANYTHING = Effect(tables=None, writes=True)
 
 
 def explain(
@@ -46,10 +47,10 @@ def explain(
         program = connection.execute(f"EXPLAIN /* {number} */ {statement}", parameters or ()).fetchall()
     except sqlite3.Error:
         # Not visible from here (a table of an open transaction, a temporary table): expect anything.
-        return Effect(tables=None, ends=True)
+        return Effect(tables=None, ends=True, writes=True)
     codes = {str(row[1]) for row in program}
     if codes & _DDL:
-        return Effect(tables=None, ends=True)
+        return Effect(tables=None, ends=True, writes=True)
     tables: set[str] = set()
     given: set[tuple[str, int]] = set()
     drawn: set[tuple[str, int]] = set()
@@ -75,4 +76,5 @@ def explain(
         given=frozenset(owner for owner, register in drawn & given),
         fires="Program" in codes,
         ends=bool(codes & {"AutoCommit", "Savepoint"}),
+        writes=any(row[1] == "Transaction" and row[2] != 1 and row[3] for row in program),  # 1: temporary tables
     )

@@ -26,6 +26,8 @@ class Recorder(Protocol):
     def fail(self, problem: Exception) -> None: ...
     def doubt(self, reason: str) -> None: ...
     def sleep(self, seconds: float) -> None: ...
+    def observed(self, *values: object) -> None: ...
+    def blocked(self) -> bool: ...
 
 
 class Claims(Protocol):
@@ -102,6 +104,7 @@ class World:
         self.again: Again | None = None
         """The same job was checked before, and begins from the same state if nobody has touched the world since."""
         self.traced = False
+        self.concurrent = False
         self.shifted = False
         """Stores draw other row ids than usual, to find the places where ids are kept."""
 
@@ -155,6 +158,17 @@ class World:
     def sleep(self, seconds: float | None) -> None:
         if self.recorder is not None:
             self.recorder.sleep(_FOR_EVER if seconds is None else seconds)
+
+    @property
+    def owner(self) -> object | None:
+        return self.recorder if self.concurrent else None
+
+    def observed(self, *values: object) -> None:
+        if self.recorder is not None:
+            self.recorder.observed(*values)
+
+    def blocked(self) -> bool:
+        return self.recorder is not None and self.recorder.blocked()
 
     def claim_path(self, path: str) -> None:
         if self.escapes is not None:
@@ -246,6 +260,16 @@ class World:
         for source in self.sources:
             source.end_delivery()
         return [line for resource in list(self.resources.values()) for line in resource.end_delivery()]
+
+    def leave(self, owner: object) -> None:
+        """One of several deliveries has ended or died: what it had open is gone, the others go on."""
+        before, self.recorder = self.recorder, None
+        quiet, self.quiet = self.quiet, True
+        try:
+            for source in self.sources:
+                source.leave(owner)
+        finally:
+            self.recorder, self.quiet = before, quiet
 
     def shift(self, seconds: float) -> None:
         now = self.now()

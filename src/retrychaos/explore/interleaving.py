@@ -1,0 +1,590 @@
+"""Every interleaving of deliveries that overlap, with crashes in the same space.
+
+The graph of all interleavings is searched in memory with the transitions that are known. Where one is missing, a real run
+goes to the nearest place that lacks it, and on from there; all that it passes is learned, and compared with what was known.
+States are visited by the number of crashes, so that a counterexample has the fewest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from retrychaos.explore.judge import Judge
+from retrychaos.explore.transitions import (
+    UNSTARTED,
+    Log,
+    Move,
+    Names,
+    Node,
+    Outcome,
+    Seat,
+    Surprise,
+    shown_by_others,
+)
+from retrychaos.model.ledger import Facts
+from retrychaos.runtime.delivery import LADDER, Job, Workshop
+from retrychaos.runtime.turns import Actor, Hung, Moved, Play
+from retrychaos.world.resource import BEGUN, Resource
+from retrychaos.world.world import Saved
+
+MAX_DELIVERIES = 25
+"""Deliveries of one message in one plan."""
+MOST_STEPS = 2_000
+"""Steps on the way to a state; more is an endless loop."""
+_PATIENCE = 300
+"""Rounds of a loop that waits, after which it is taken to wait for ever."""
+_NEAR = 6
+"""Steps that cost about as much as a new run: so far away, something unknown is worth going on for."""
+_CLOCK = "clock"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """duplicates: live deliveries at most. crashes: at most so many (None: any number). late: the clock may pass an
+    expiry although somebody could go on."""
+
+    duplicates: int = 2
+    crashes: int | None = None
+    late: bool = False
+
+
+@dataclass
+class _Reached:
+    """How a state was reached: from where, by which move, after how many crashes, steps and deliveries."""
+
+    before: Node | None
+    move: Move | None
+    crashes: int
+    steps: int
+    deliveries: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A state in which all is over and the ledger is wrong, or from which the job can never end."""
+
+    node: Node
+    kind: str
+    effect: str
+
+
+class OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class Interleaving:
+    """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        job: Job,
+        judge: Judge,
+        start: float,
+        scope: Scope,
+        limit: Callable[[], float],
+        shared: bool = True,
+    ) -> None:
+        self.names = Names()
+        self.runs = 0
+        self.moves = 0
+        self.bounded = False
+        self.doubts: list[str] = []
+        self.notes: list[str] = []
+        self.endings: list[Ending] = []
+        self.root = Node((), 0, (), scope.duplicates, False)
+        self.reached: dict[Node, _Reached] = {}
+        self.edges: dict[Node, list[tuple[Move, Node]]] = {}
+        self._workshop = workshop
+        self._job = job
+        self._judge = judge
+        self._start = start
+        self._scope = scope
+        self._limit = limit
+        self._shared = shared
+        """What one delivery does is taken to hold for others, as long as it has drawn nothing at random."""
+        self._table: dict[Hashable, Outcome] = {}
+        self._saved: dict[tuple[tuple[tuple[str, int], ...], int], Saved | None] = {((), 0): None}
+        self._queue: deque[Node] = deque()
+        self._later: list[tuple[Node, Node, Move]] = []
+        """States that take one crash more."""
+        self._missing: dict[Hashable, list[tuple[Node, Move]]] = {}
+        self._waited: set[Node] = set()
+        self._excess: dict[tuple[tuple[str, int], ...], bool] = {}
+
+    @property
+    def states(self) -> int:
+        return len(self.reached)
+
+    # -- the search -------------------------------------------------------------------------------------------------
+
+    def explore(self) -> None:
+        """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
+        self.reached[self.root] = _Reached(None, None, 0, 0, 0)
+        self._queue.append(self.root)
+        crashes = 0
+        while True:
+            self._close(crashes)
+            if not self._wait_where_stuck():
+                if self.endings:
+                    return
+                self._report_stuck()
+                if self.endings or not self._later:
+                    return
+                crashes += 1
+                later, self._later = self._later, []
+                for before, node, move in later:
+                    self._reach(before, node, move)
+
+    def _close(self, crashes: int) -> None:
+        while self._queue or self._missing:
+            while self._queue:
+                self._expand(self._queue.popleft())
+            if self._missing:
+                key = min(self._missing, key=lambda each: self.reached[self._missing[each][0][0]].steps)
+                node, move = self._missing[key][0]
+                self._learn(node, move)
+                if key in self._missing:  # it went another way; what is learned may say why
+                    raise Surprise(f"the transition at {move} was not reached")
+
+    def _expand(self, node: Node) -> None:
+        self.edges.setdefault(node, [])
+        if node.acked and not node.seats:
+            self._judge_at(node)
+            return
+        reached = self.reached[node]
+        if reached.steps > MOST_STEPS:
+            self.bounded = True
+            return
+        stays = True
+        for move in self._moves(node):
+            stays = not self._try(node, move) and stays
+        hopeless = self._beyond_repair(node)
+        for index, seat in enumerate(node.seats):
+            if seat.log == UNSTARTED or hopeless:
+                continue
+            move = Move("kill", seat.ident)
+            if self._scope.crashes is None or reached.crashes < self._scope.crashes:
+                self._later.append((node, self._killed(node, index), move))
+        if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
+            for seat in node.seats:  # nobody can go on: the step of any one fails
+                self._try(node, Move("fail", seat.ident))
+
+    def _moves(self, node: Node) -> Iterator[Move]:
+        if node.idle and not node.acked:
+            if self.reached[node].deliveries < MAX_DELIVERIES:
+                yield Move("begin", self._free_ident(node))
+            else:
+                self.bounded = True
+        for seat in node.seats:
+            yield Move("run", seat.ident)
+        if self._scope.late and self._next_expiry(node) is not None:
+            yield Move("jump")
+
+    def _try(self, node: Node, move: Move) -> bool:
+        """Go over an edge if what it does is known. False if nobody gets anywhere by it."""
+        if move.kind == "begin" and not self.names.logs[UNSTARTED].learned:
+            self._missing.setdefault("begin", []).append((node, move))
+            return True
+        entered = self._seated(node, move)
+        index = _index(entered, move.ident)
+        if move.kind in ("begin", "run") and self.names.logs[entered.seats[index].log].end == "done":
+            self._reach(node, self._acknowledged(entered, index), move)
+            return True
+        if move.kind in ("begin", "run") and not self._may_sleep(entered, index):
+            return False
+        key = self._key(entered, index, move.kind)
+        outcome = self._table.get(key)
+        if outcome is None:
+            self._missing.setdefault(key, []).append((node, move))
+            return True
+        after = self._after(entered, index, outcome)
+        if after == node:
+            return False
+        self._reach(node, after, move)
+        return True
+
+    def _reach(self, before: Node, node: Node, move: Move) -> None:
+        self.edges[before].append((move, node))
+        if node in self.reached:
+            return
+        was = self.reached[before]
+        self.reached[node] = _Reached(
+            before,
+            move,
+            was.crashes + (move.kind == "kill"),
+            was.steps + 1,
+            was.deliveries + (move.kind == "begin"),
+        )
+        self._queue.append(node)
+
+    # -- what moves come to -----------------------------------------------------------------------------------------
+
+    def _free_ident(self, node: Node) -> int:
+        """The least number of a delivery whose random values are neither stored nor known to anybody."""
+        names = self.names
+        taken = {seat.ident for seat in node.seats}
+        for _, version in node.versions:
+            taken |= names.taints[version]
+        for seat in node.seats:
+            taken |= names.logs[seat.log].taint
+        return next(ident for ident in range(len(taken) + 1) if ident not in taken)
+
+    def _seated(self, node: Node, move: Move) -> Node:
+        """The state in which the delivery that moves is there."""
+        if move.kind != "begin":
+            return node
+        seats = tuple(sorted((*node.seats, Seat(move.ident, UNSTARTED))))
+        return node._replace(seats=seats, idle=node.idle - 1)
+
+    def _key(self, node: Node, index: int, kind: str = "run") -> Hashable:
+        """All that a step of this delivery can depend on."""
+        if index < 0:
+            return ("jump", node.clock, node.versions)
+        seat = node.seats[index]
+        log = self.names.logs[seat.log]
+        assert log.pending is not None
+        resource = log.pending.resource
+        ident = seat.ident if log.drew or not self._shared else -1
+        if resource == _CLOCK:
+            return (ident, seat.log, node.clock, node.versions)
+        others = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
+        how = kind == "fail"
+        return (ident, seat.log, node.clock, resource, node.version(resource), seat.context(resource), others, how)
+
+    def _after(self, node: Node, index: int, outcome: Outcome) -> Node:
+        versions = node.versions
+        if outcome.changes:
+            changed = {**dict(versions), **dict(outcome.changes)}
+            versions = tuple(sorted((name, version) for name, version in changed.items() if version))
+        seats = list(node.seats)
+        idle = node.idle
+        if index >= 0:
+            log = self.names.logs[seats[index].log]
+            resource = log.pending.resource if log.pending else ""
+            if outcome.stirred:
+                seats = [each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)]
+            if outcome.end == "failed":
+                del seats[index]
+                idle += not node.acked
+            elif outcome.end == "done":
+                seats[index] = Seat(seats[index].ident, outcome.log)
+            else:
+                seats[index] = seats[index]._replace(log=outcome.log).with_context(resource, outcome.context)
+        return Node(versions, outcome.clock, tuple(seats), idle, node.acked)
+
+    def _stirred(self, seat: Seat, resource: str, versions: tuple[tuple[str, int], ...]) -> Seat:
+        """Somebody has committed while it has something open: what becomes of that may depend on it."""
+        context = seat.context(resource)
+        if not context or self.names.shown(context) == BEGUN:
+            return seat
+        return seat.with_context(resource, self.names.moved(context, dict(versions).get(resource, 0)))
+
+    def _acknowledged(self, node: Node, index: int) -> Node:
+        seats = node.seats[:index] + node.seats[index + 1 :]
+        return node._replace(seats=seats, idle=0, acked=True)
+
+    def _killed(self, node: Node, index: int) -> Node:
+        seats = node.seats[:index] + node.seats[index + 1 :]
+        return node._replace(seats=seats, idle=node.idle + (not node.acked))
+
+    def _is_blocked(self, node: Node, index: int) -> bool:
+        """It waits for others, or is in a sleep that must not pass an expiry."""
+        log = self.names.logs[node.seats[index].log]
+        if log.end:
+            return False
+        outcome = self._table.get(self._key(node, index))
+        return outcome is not None and outcome.end == "blocked"
+
+    def _may_sleep(self, node: Node, index: int) -> bool:
+        """Time passes an expiry only when nobody could do something instead, unless that is asked for."""
+        log = self.names.logs[node.seats[index].log]
+        if self._scope.late or log.pending is None or log.pending.resource != _CLOCK:
+            return True
+        expiry = self._next_expiry(node)
+        if expiry is None or node.clock + log.pause < expiry:
+            return True
+        return all(self._rests(node, at) for at in range(len(node.seats)) if at != index)
+
+    def _rests(self, node: Node, index: int) -> bool:
+        log = self.names.logs[node.seats[index].log]
+        return log.pending is not None and (log.pending.resource == _CLOCK or self._is_blocked(node, index))
+
+    def _next_expiry(self, node: Node) -> int | None:
+        """Milliseconds since the start at which the next thing ends by itself."""
+        now = self._start + node.clock / 1000
+        ends = [end for version in self._facts(node).values() for end in version.expiries if end > now]
+        return round((min(ends) - self._start) * 1000) + 1 if ends else None
+
+    def _facts(self, node: Node) -> Facts:
+        found = self._workshop.world.found_facts
+        mine = {name: self.names.versions[number] for name, number in node.versions}
+        return {**found, **{name: version for name, version in mine.items() if version is not None}}
+
+    # -- judging ----------------------------------------------------------------------------------------------------
+
+    def _judge_at(self, node: Node) -> None:
+        deviation = self._judge.judge(self._facts(node), node.clock / 1000)
+        if deviation is not None:
+            self.endings.append(Ending(node, deviation.kind, deviation.effect))
+
+    def _beyond_repair(self, node: Node) -> bool:
+        known = self._excess.get(node.versions)
+        if known is None:
+            known = self._excess[node.versions] = self._judge.excess(self._facts(node))
+        return known
+
+    def _stuck(self) -> list[Node]:
+        """States from which nobody gets to the end without a crash."""
+        back: dict[Node, list[Node]] = {}
+        for node, edges in self.edges.items():
+            for move, after in edges:
+                if move.kind != "kill":
+                    back.setdefault(after, []).append(node)
+        # A state that was not explored further is out of bounds: nothing is known of it.
+        good = [n for n in self.reached if (n.acked and not n.seats) or n not in self.edges or self._cut_off(n)]
+        seen = set(good)
+        while good:
+            for node in back.get(good.pop(), ()):
+                if node not in seen:
+                    seen.add(node)
+                    good.append(node)
+        return [node for node in self.reached if node not in seen]
+
+    def _cut_off(self, node: Node) -> bool:
+        reached = self.reached[node]
+        return reached.steps > MOST_STEPS or (bool(node.idle) and reached.deliveries >= MAX_DELIVERIES)
+
+    def _wait_where_stuck(self) -> bool:
+        """Where nobody gets to the end, let the clock go on. True if anything new was found to do."""
+        new = False
+        for node in self._stuck():
+            if node not in self._waited:
+                self._waited.add(node)
+                if self.wait_of(node) is not None:
+                    self._try(node, Move("jump"))
+                    new = True
+        return new
+
+    def wait_of(self, node: Node) -> int | None:
+        """To which instant the clock goes on from a state that leads nowhere."""
+        expiry = self._next_expiry(node)
+        if expiry is not None:
+            return expiry
+        return next((round(rung * 1000) for rung in LADDER if rung * 1000 > node.clock), None)
+
+    def _report_stuck(self) -> None:
+        stuck = self._stuck()
+        if stuck:
+            first = min(stuck, key=lambda node: (self.reached[node].crashes, self.reached[node].steps))
+            errors = [self.names.logs[seat.log].error for seat in first.seats]
+            self.endings.append(Ending(first, "stuck", next(filter(None, errors), "it waits for ever")))
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, node: Node, move: Move) -> None:
+        """Run to a state whose next transition is not known, and on from there as long as that is new."""
+        moves: list[Move] = [move]
+        start = node
+        while not (start.quiet and (start.versions, start.clock) in self._saved):
+            reached = self.reached[start]
+            assert reached.before is not None
+            assert reached.move is not None
+            moves.append(reached.move)
+            start = reached.before
+        saved = self._saved[start.versions, start.clock]
+        self.runs += 1
+        at = self._start + start.clock / 1000
+        workshop = self._workshop
+        with Play(workshop, self._job, saved, at, self._limit()) as play:
+            run = _Run(self, play, start)
+            for each in reversed(moves):
+                run.go(each)
+            while onward := self._onward(run.node):
+                self._limit()
+                for each in onward:
+                    run.go(each)
+        self.doubts += [each for each in play.doubts if each not in self.doubts]
+        self.notes += [each for each in play.notes if each not in self.notes]
+
+    def _onward(self, node: Node) -> list[Move]:
+        """The shortest way from here to a transition that is not known; empty if none is near."""
+        ways: deque[tuple[Node, list[Move]]] = deque([(node, [])])
+        seen = {node}
+        while ways:
+            here, way = ways.popleft()
+            for move in self._onward_moves(here):
+                entered = self._seated(here, move)
+                index = _index(entered, move.ident)
+                log = self.names.logs[entered.seats[index].log]
+                if log.end or not self._may_sleep(entered, index):
+                    continue
+                outcome = self._table.get(self._key(entered, index))
+                if outcome is None:
+                    return [*way, move]
+                after = self._after(entered, index, outcome)
+                if len(way) + 1 < _NEAR and after not in seen:
+                    seen.add(after)
+                    ways.append((after, [*way, move]))
+        return []
+
+    def _onward_moves(self, node: Node) -> Iterator[Move]:
+        for seat in node.seats:
+            yield Move("run", seat.ident)
+        if node.idle and not node.acked:
+            yield Move("begin", self._free_ident(node))
+
+    def found(self, key: Hashable, outcome: Outcome) -> None:
+        """A transition was seen."""
+        known = self._table.setdefault(key, outcome)
+        if known != outcome:
+            raise Surprise(f"{key}: {known} and {outcome}")
+        for node, move in self._missing.pop(key, ()):
+            self._try(node, move)
+
+    def begun(self) -> None:
+        for node, move in self._missing.pop("begin", ()):
+            self._try(node, move)
+
+    def keep(self, node: Node) -> None:
+        """The world is in a state that one can come back to."""
+        key = (node.versions, node.clock)
+        if key not in self._saved:
+            self._saved[key] = self._workshop.world.save()
+
+
+class _Run:
+    """A real run beside the graph: what happens is learned and compared."""
+
+    def __init__(self, search: Interleaving, play: Play, node: Node) -> None:
+        self.node = node
+        self._search = search
+        self._play = play
+        self._actors: dict[int, Actor] = {}
+
+    def go(self, move: Move) -> None:
+        search = self._search
+        search.moves += 1
+        node = search._seated(self.node, move)
+        index = _index(node, move.ident) if move.kind != "jump" else -1
+        if move.kind == "kill":
+            self._play.kill(self._actors.pop(move.ident))
+            self.node = search._killed(node, index)
+            return
+        if move.kind == "jump":
+            self._jump(node)
+            return
+        if move.kind == "begin":
+            self._begin(move.ident)
+        seat = node.seats[index]
+        log = search.names.logs[seat.log]
+        if log.end == "done":
+            del self._actors[seat.ident]
+            self.node = search._acknowledged(node, index)
+            return
+        self._step(node, index, seat, log, move.kind == "fail")
+
+    def _begin(self, ident: int) -> None:
+        search = self._search
+        actor = self._actors[ident] = self._play.begin(ident)
+        self._compare(search.names.logs[UNSTARTED], UNSTARTED, actor.moved(), actor)
+        search.begun()
+
+    def _step(self, node: Node, index: int, seat: Seat, log: Log, fail: bool) -> None:
+        search, names = self._search, self._search.names
+        key = search._key(node, index, "fail" if fail else "run")
+        assert log.pending is not None
+        name = log.pending.resource
+        actor = self._actors[seat.ident]
+        world = search._workshop.world
+        resource = world.resources.get(name)
+        commits = resource.commits if resource is not None else 0
+        moved = self._play.run(actor, surface=fail)
+        facts = self._play.facts()
+        resource = world.resources.get(name)
+        taint = log.taint | ({seat.ident} if moved.drew else set())
+        changes, read = self._changes(node, facts, name, taint)
+        clock = round((search._workshop.clock.now() - search._start) * 1000)
+        number = seat.log
+        if moved.end != "blocked":
+            seen: Hashable = moved.seen
+            if seen is None:
+                seen = ("state", node.version(name), seat.context(name), key)
+            number = names.log(seat.log, name, log.pending.signature, seen, moved.end, clock)
+            known = names.logs[number]
+            fresh = log.taint | read
+            known.taint = fresh if not known.learned else known.taint & fresh
+            self._compare(known, number, moved, actor)
+        outcome = Outcome(
+            number,
+            self._context(node, index, resource, actor, moved),
+            changes,
+            resource is not None and resource.commits > commits,
+            clock,
+            moved.end,
+        )
+        self.node = search._after(node, index, outcome)
+        if moved.end == "failed":
+            del self._actors[seat.ident]
+        search.keep(self.node)
+        search.found(key, outcome)
+
+    def _changes(
+        self, node: Node, facts: Facts, resource: str, taint: frozenset[int] | set[int]
+    ) -> tuple[tuple[tuple[str, int], ...], frozenset[int]]:
+        """Which versions are others now; and whose random values may be in what was read."""
+        search, names = self._search, self._search.names
+        changes: list[tuple[str, int]] = []
+        read: frozenset[int] = frozenset()
+        for name, version in facts.items():
+            names.found(name, search._workshop.world.found_facts[name])
+            before = node.version(name)
+            if name == resource:
+                read = names.taints[before]
+            number = names.version(name, version, frozenset(names.taints[before] | taint))
+            if number != before:
+                changes.append((name, number))
+        return tuple(changes), read
+
+    def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved) -> int:
+        if resource is None or moved.end in ("done", "failed"):
+            return 0
+        names = self._search.names
+        seat = node.seats[index]
+        before = seat.context(resource.name)
+        shown = resource.holds(actor)
+        if moved.end == "blocked" and names.shown(before) == shown:
+            return before
+        return names.context(before, (seat.log, node.version(resource.name)), shown)
+
+    def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
+        """What a delivery with this log does next: learned, or compared with what was learned."""
+        pause = round(actor.pause * 1000)
+        now = (moved.next.signature if moved.next else None, moved.end, moved.error, moved.drew, pause)
+        if not log.learned:
+            log.learned = True
+            log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, moved.error, moved.drew, pause
+            return
+        known = (log.pending.signature if log.pending else None, log.end, log.error, log.drew, log.pause)
+        if known != now:
+            raise Surprise(f"after the same observations: {known} and {now}")
+
+    def _jump(self, node: Node) -> None:
+        search = self._search
+        to = search.wait_of(node)
+        assert to is not None
+        self._play.advance((to - node.clock) / 1000)
+        changes, _ = self._changes(node, self._play.facts(), "", frozenset())
+        outcome = Outcome(0, 0, changes, False, to, "")
+        self.node = search._after(node, -1, outcome)
+        search.keep(self.node)
+        search.found(search._key(node, -1), outcome)
+
+
+def _index(node: Node, ident: int) -> int:
+    return next((at for at, seat in enumerate(node.seats) if seat.ident == ident), -1)
+
+
+__all__ = ["Ending", "Hung", "Interleaving", "OutOfTime", "Scope"]

@@ -1,0 +1,219 @@
+"""What is known of a job that runs several times at once: what it does next depends only on what it has observed.
+
+A delivery's memory is a function of what it has observed, its *log*. What a step does depends on the log, on the state of
+the one resource that it touches, on what the delivery itself has open there, and on what others have open there as far as
+it can be noticed: not on other resources, nor on where the others stand. So each transition is learned once by running
+it, and the graph of all interleavings is searched without running anything.
+
+Everything is named by small numbers. Equal numbers mean equal contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from retrychaos.model.ledger import Relation, Version
+from retrychaos.model.step import Step
+from retrychaos.world.resource import BEGUN
+
+UNSTARTED = 0
+"""The log of a delivery that has not begun."""
+NOTHING_OPEN = 0
+"""The context of a delivery that has nothing open on a resource."""
+
+
+class Seat(NamedTuple):
+    """One live delivery. `ident` says what it draws; `open` are its contexts on resources, where it has any."""
+
+    ident: int
+    log: int
+    open: tuple[tuple[str, int], ...] = ()
+
+    def context(self, resource: str) -> int:
+        return next((context for name, context in self.open if name == resource), NOTHING_OPEN)
+
+    def with_context(self, resource: str, context: int) -> Seat:
+        others = tuple(each for each in self.open if each[0] != resource)
+        return self._replace(open=tuple(sorted((*others, (resource, context)))) if context else others)
+
+
+class Node(NamedTuple):
+    """A state of everything: durable versions, virtual clock (milliseconds since the start), deliveries."""
+
+    versions: tuple[tuple[str, int], ...]
+    """Resources that are not as they were found."""
+    clock: int
+    seats: tuple[Seat, ...]
+    idle: int
+    """Deliveries that may begin."""
+    acked: bool
+
+    def version(self, resource: str) -> int:
+        return next((version for name, version in self.versions if name == resource), 0)
+
+    @property
+    def quiet(self) -> bool:
+        """Nobody is running, so it can be gone back to."""
+        return not self.seats
+
+
+class Move(NamedTuple):
+    """A choice: see :class:`~retrychaos.model.plan.Turn`; here a delivery is told by its `ident`."""
+
+    kind: str
+    ident: int = -1
+
+
+class Outcome(NamedTuple):
+    """What a step does.
+
+    end: empty, ``blocked``, ``done`` (returned), ``failed`` (raised: a nack).
+    """
+
+    log: int
+    context: int
+    changes: tuple[tuple[str, int], ...]
+    stirred: bool
+    """Something may have been committed, even if it is as before."""
+    clock: int
+    end: str
+
+
+@dataclass
+class Log:
+    """What a delivery has observed, and so what it does next."""
+
+    before: int
+    resource: str
+    signature: Hashable
+    seen: Hashable
+    pending: Step | None = None
+    end: str = ""
+    error: str = ""
+    drew: bool = False
+    pause: int = 0
+    """Milliseconds for which it is about to sleep."""
+    learned: bool = False
+    taint: frozenset[int] = frozenset()
+    """Deliveries whose random values it may know."""
+    polls: Mapping[str, int] | None = None
+    """It goes round in a loop, and will until one of these resources has another version."""
+
+
+class _Moved(NamedTuple):
+    """Versions that others have committed since."""
+
+    versions: frozenset[int]
+
+
+@dataclass
+class _Context:
+    entries: tuple[int, Hashable]
+    shown: str
+
+
+class Surprise(Exception):
+    """The same delivery did something else in the same situation."""
+
+
+@dataclass
+class Names:
+    """Numbers for versions, logs and contexts."""
+
+    versions: list[Version | None] = field(default_factory=lambda: [None])
+    taints: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
+    logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
+    contexts: list[_Context] = field(default_factory=lambda: [_Context((0, ""), "")])
+    _versions: dict[tuple[str, bytes], int] = field(default_factory=dict)
+    _by_object: dict[int, tuple[Version, int]] = field(default_factory=dict)
+    _hashes: dict[int, tuple[Relation, bytes]] = field(default_factory=dict)
+    _logs: dict[Hashable, int] = field(default_factory=dict)
+    _contexts: dict[Hashable, int] = field(default_factory=dict)
+    _found: dict[str, bytes] = field(default_factory=dict)
+
+    def found(self, resource: str, version: Version) -> None:
+        """The version in which a resource was found: it has the number 0."""
+        if resource not in self._found:
+            self._found[resource] = self._hash(version)
+            self._versions[resource, self._found[resource]] = 0
+
+    def version(self, resource: str, version: Version, taint: frozenset[int]) -> int:
+        """The number of a version. `taint`: deliveries whose random values may be in it."""
+        known = self._by_object.get(id(version))
+        if known is not None and known[0] is version:
+            number = known[1]
+        else:
+            key = (resource, self._hash(version))
+            number = self._versions.get(key, -1)
+            if number < 0:
+                number = self._versions[key] = len(self.versions)
+                self.versions.append(version)
+                self.taints.append(taint)
+            self._by_object[id(version)] = (version, number)
+        if number and not taint >= self.taints[number]:
+            self.taints[number] &= taint  # it comes about without these, so nothing of theirs is in it
+        return number
+
+    def _hash(self, version: Version) -> bytes:
+        whole = hashlib.blake2b(repr(version.expiries).encode(), digest_size=16)
+        for name, relation in sorted(version.relations.items()):
+            known = self._hashes.get(id(relation))
+            if known is None or known[0] is not relation:
+                mark = hashlib.blake2b(repr((name, relation.columns, relation.rows)).encode(), digest_size=16).digest()
+                known = self._hashes[id(relation)] = (relation, mark)
+            whole.update(known[1])
+        return whole.digest()
+
+    def log(self, before: int, resource: str, signature: Hashable, seen: Hashable, end: str, clock: int) -> int:
+        """The log that a step adds to."""
+        key = (before, signature, seen, end, clock)
+        number = self._logs.get(key)
+        if number is None:
+            number = self._logs[key] = len(self.logs)
+            self.logs.append(Log(before, resource, signature, seen))
+        return number
+
+    def context(self, before: int, entry: Hashable, shown: str) -> int:
+        """What a delivery has open after one more operation, of which others see `shown`."""
+        if not shown:
+            return NOTHING_OPEN
+        key = (before, entry, shown)
+        number = self._contexts.get(key)
+        if number is None:
+            number = self._contexts[key] = len(self.contexts)
+            self.contexts.append(_Context((before, entry), shown))
+        return number
+
+    def moved(self, context: int, version: int) -> int:
+        """The same work open, after somebody else has committed that version.
+
+        A set, not a sequence: others may go round in circles for ever while this one waits.
+        """
+        before, entry = self.contexts[context].entries
+        versions = frozenset({version})
+        if isinstance(entry, _Moved):
+            context, versions = before, entry.versions | versions
+        return self.context(context, _Moved(versions), self.shown(context))
+
+    def shown(self, context: int) -> str:
+        return self.contexts[context].shown
+
+    def period(self, log: int) -> tuple[Hashable, ...] | None:
+        """What was done and seen since the last sleep, if the last thing but that was a sleep."""
+        out: list[Hashable] = []
+        while log:
+            each = self.logs[log]
+            if each.resource == "clock":
+                return tuple(out)
+            out.append((each.signature, each.seen))
+            log = each.before
+        return None
+
+
+def shown_by_others(names: Names, seats: Iterable[Seat], resource: str) -> tuple[str, ...]:
+    """What the others have open on a resource, as far as it can be noticed."""
+    found = [names.shown(seat.context(resource)) for seat in seats if seat.open]
+    return tuple(sorted(each for each in found if each and each != BEGUN))

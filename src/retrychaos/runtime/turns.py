@@ -1,0 +1,339 @@
+"""Several deliveries at once: each in a real thread of its own, exactly one running at a time.
+
+A thread hands over at every step, before the step is done. Whoever drives decides who goes on. A delivery that dies is
+parked at its boundary: its connections are closed from outside, and it is unwound, fenced off, when all is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from retrychaos.model.ledger import Facts
+from retrychaos.model.step import Step
+from retrychaos.runtime.chance import Stream
+from retrychaos.runtime.delivery import Fenced, Job, Workshop, describe
+from retrychaos.runtime.watchdog import Stopped
+from retrychaos.world.sites import user_site
+from retrychaos.world.world import Saved
+
+_GRACE = 2.0
+"""Seconds for a thread that was told to end."""
+_Lock = threading.Lock
+_Thread = threading.Thread
+_get_ident = threading.get_ident
+_monotonic = time.monotonic
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What came of one move of a delivery: it did a step, and stands before the next, or has ended.
+
+    did: the step that was done; None before the first one. seen: what the job got back, as far as it is known (None:
+    not known). end: empty while it lives; ``blocked`` (the step waits for another delivery), ``done``, ``failed`` or
+    ``stopped``.
+    """
+
+    did: Step | None
+    seen: tuple[str, ...] | None
+    next: Step | None
+    end: str
+    error: str = ""
+    drew: bool = False
+    """It has asked for randomness, or for its process id, at any time up to now."""
+
+
+class Hung(Exception):
+    """A delivery did not come back: it waits for something that is no step."""
+
+
+class Actor:
+    """One delivery in a thread of its own. It is what steps report to while it runs."""
+
+    def __init__(self, play: Play, job: Job, number: int, seed: str, pid: int) -> None:
+        self.number = number
+        self.pid = pid
+        self.fence: BaseException | None = None
+        self.dead = False
+        self.pending: Step | None = None
+        self.pause = 0.0
+        """Seconds for which it is about to sleep."""
+        self.end = ""
+        self.error = ""
+        self.surface = False
+        """The step that waits fails now, instead of waiting on."""
+        self.stream = Stream(seed)
+        self.asked_pid = False
+        self.cause: BaseException | None = None
+        self.thread = _Thread(target=self._main, args=(job,), name=f"delivery-{number}", daemon=True)
+        self.go = _Lock()
+        self.go.acquire()
+        self._play = play
+        self._seen: list[str] | None = None
+        self._blocked = False
+        self._did: Step | None = None
+
+    # -- in its own thread ------------------------------------------------------------------------------------------
+
+    def _main(self, job: Job) -> None:
+        self.go.acquire()
+        end, error = "done", ""
+        try:
+            if self.fence is None:
+                job()
+        except (Stopped, Fenced):
+            end = "stopped"
+        except BaseException as problem:
+            end, error = "failed", describe(problem)
+            outcomes = sys.modules.get("_pytest.outcomes")
+            if isinstance(problem, KeyboardInterrupt | GeneratorExit) or (
+                outcomes is not None and isinstance(problem, outcomes.OutcomeException)
+            ):
+                self.cause = problem
+            del problem
+        finally:
+            self.pending = None
+            self.end, self.error = (end, error) if self.fence is None else ("stopped", "")
+            self._play.back.release()
+
+    def boundary(self, step: Step) -> None:
+        if _get_ident() != self.thread.ident:
+            self._stray(step)
+        if self.fence is not None:
+            raise self.fence
+        if self._play.traced:
+            step = replace(step, site=user_site(sys._getframe(2)))
+        self.pending = step
+        self._hand_over()
+        self._did, self._seen = step, None
+
+    def observed(self, *values: object) -> None:
+        """The job gets this back from its step."""
+        if self._seen is None:
+            self._seen = []
+        self._seen += [value if isinstance(value, str) else repr(value) for value in values]
+
+    def blocked(self) -> bool:
+        """The step cannot be done before another delivery has moved: wait. False if it has to fail."""
+        if _get_ident() != self.thread.ident or self.fence is not None:
+            return False
+        self._blocked = True
+        self._hand_over()
+        self._blocked = False
+        surface, self.surface = self.surface, False
+        return not surface
+
+    def sleep(self, seconds: float) -> None:
+        self.pause = seconds
+        try:
+            self.boundary(Step("sleep", "clock", "sleep", f"sleep({seconds:g})"))
+        finally:
+            self.pause = 0.0
+        self.observed()
+
+    def look(self) -> None:
+        """The committed state is read by whoever drives, after every move."""
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        self.fail(problem)
+        raise self.fence or Fenced()
+
+    def fail(self, problem: Exception) -> None:
+        self.cause = self.cause or problem
+        self.fence = Fenced()
+
+    def doubt(self, reason: str) -> None:
+        if reason not in self._play.doubts:
+            self._play.doubts.append(reason)
+
+    def _hand_over(self) -> None:
+        self._play.back.release()
+        self.go.acquire()
+        if self.fence is not None:
+            raise self.fence
+
+    def _stray(self, step: Step) -> NoReturn:
+        self.doubt(
+            f"the job works with threads of its own ({threading.current_thread().name!r} did {step.detail}): steps that "
+            "overlap within one delivery cannot be put in an order. Two deliveries at once are not covered for it; "
+            "duplicates=1 checks crashes only."
+        )
+        self.fence = Fenced()
+        raise self.fence
+
+    # -- for whoever drives -----------------------------------------------------------------------------------------
+
+    def moved(self) -> Moved:
+        seen = None if self._seen is None else tuple(self._seen)
+        end = "blocked" if self._blocked else self.end
+        return Moved(self._did, seen, self.pending, end, self.error, self.asked_pid or self.stream.drew)
+
+
+class Play:
+    """Deliveries of one message on one world, from one state on. Use it as a context manager."""
+
+    def __init__(
+        self, workshop: Workshop, job: Job, start: Saved | None, at: float, limit: float, traced: bool = False
+    ) -> None:
+        self.back = _Lock()
+        self.back.acquire()
+        self.doubts: list[str] = []
+        self.notes: list[str] = []
+        self.actors: list[Actor] = []
+        self.traced = traced
+        self.running: Actor | None = None
+        self._workshop = workshop
+        self._world = workshop.world
+        self._job = job
+        self._start = start
+        self._at = at
+        self._limit = limit
+        self._on: Actor | None = None
+        self._stray_threads: set[threading.Thread] = set()
+
+    def __enter__(self) -> Play:
+        workshop, world = self._workshop, self._world
+        self._stray_threads = set(threading.enumerate())
+        world.shifted, world.traced = False, self.traced
+        workshop.clock.set(self._at)
+        world.restore(self._start)
+        workshop.play = self
+        world.concurrent = True
+        for hook in workshop.before:
+            hook()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing is left of any delivery, whatever has happened."""
+        world, workshop = self._world, self._workshop
+        try:
+            left = [actor for actor in self.actors if actor.thread.is_alive()]
+            for actor in left:
+                if not actor.dead:
+                    world.leave(actor)
+                actor.dead = True
+            for actor in left:
+                self._unwind(actor)
+            if exc[0] is None:
+                world.recorder = self.actors[-1] if self.actors else None
+                for hook in workshop.after:
+                    hook()
+        finally:
+            world.recorder = None
+            world.concurrent = False
+            workshop.play = None
+            self.running = None
+            world.quiet = True
+            try:
+                self.notes += world.end_delivery()
+            finally:
+                world.quiet = False
+                self._enter(None)
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def begin(self, ident: int) -> Actor:
+        """A delivery that stands before its first step. `ident` says what it will draw, and its process id."""
+        workshop = self._workshop
+        actor = Actor(self, self._job, len(self.actors) + 1, f"delivery {ident}", workshop.pid_of(ident + 1))
+        self.actors.append(actor)
+        actor.thread.start()
+        self._hand_to(actor)
+        return actor
+
+    def run(self, actor: Actor, surface: bool = False) -> Moved:
+        """Let it do the step that it stands before, up to the next. surface: a step that waits fails instead."""
+        actor.surface = surface
+        if actor.pause:
+            self.advance(actor.pause)
+        self._hand_to(actor)
+        moved = actor.moved()
+        if actor.end:
+            self._world.facts()  # what it has committed is read before its connections are gone
+            self._world.leave(actor)
+        return moved
+
+    def kill(self, actor: Actor) -> None:
+        """Its process dies where it stands: nothing of it runs any more, what it had open is gone."""
+        actor.dead = True
+        self._world.leave(actor)
+
+    def advance(self, seconds: float) -> None:
+        """The clock moves on."""
+        clock = self._workshop.clock
+        clock.set(clock.now() + seconds)
+        self._world.shift(seconds)
+
+    def facts(self) -> Facts:
+        """The committed state now."""
+        return self._world.facts()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _hand_to(self, actor: Actor) -> None:
+        """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
+        if self._on is not actor:
+            self._enter(actor)
+        self._world.recorder = self.running = actor
+        actor.go.release()
+        try:
+            if not self.back.acquire(timeout=self._limit):
+                self._hang(actor)
+        finally:
+            self._world.recorder = None
+        if actor.end:
+            actor.thread.join(_GRACE)
+        if actor.cause is not None:
+            raise actor.cause
+
+    def _hang(self, actor: Actor) -> NoReturn:
+        where = f" after {actor.pending.detail}" if actor.pending else ""
+        actor.fence = Fenced()
+        raise Hung(
+            f"delivery {actor.number} did not come back within {self._limit:.0f} s{where}: it waits for something "
+            "that the check does not see, such as a lock in memory that the other delivery holds. Separate workers "
+            "do not share memory; keep such locks out of the job, or use duplicates=1."
+        )
+
+    def _enter(self, actor: Actor | None) -> None:
+        """The process that the code lives in is that of the delivery that runs."""
+        workshop = self._workshop
+        if self._on is not None:
+            workshop.chance.leave(self._on.stream)
+        self._on = actor
+        if actor is None:
+            workshop.live_in(threading.get_ident(), None)
+            return
+        workshop.chance.enter(actor.stream)
+        workshop.live_in(actor.thread.ident or 0, actor.pid)
+
+    def _unwind(self, actor: Actor) -> None:
+        """Let a parked thread end: every step that its clean-up makes is fenced off."""
+        actor.fence = actor.fence or Fenced()
+        self._enter(actor)
+        self._world.recorder = actor
+        end = _monotonic() + _GRACE
+        with contextlib.suppress(RuntimeError):
+            actor.go.release()
+        while actor.thread.is_alive() and _monotonic() < end:
+            actor.thread.join(0.2)
+            if actor.thread.is_alive():
+                _raise_in(actor.thread)
+        self._world.recorder = None
+        self.back.acquire(blocking=False)
+        if actor.thread.is_alive():
+            self.doubts.append(
+                f"the thread of delivery {actor.number} could not be ended: it is in a call that never returns. Give "
+                "the client of the job a timeout."
+            )
+
+
+def _raise_in(thread: threading.Thread) -> None:
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
+

@@ -1,0 +1,273 @@
+"""SQLite connections of deliveries that overlap: a lock of another delivery is waited for without any time passing.
+
+SQLite itself says who has to wait: it answers BUSY. Where its own busy handler would wait, the delivery stands aside until
+another one has moved, and tries again. Where it would not (a transaction that has read wants to write; a snapshot that is
+out of date), the error reaches the job at once, as it does in production.
+
+All rows of a result are read at once, since a half-read cursor keeps a lock that its owner does not know of.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from retrychaos.world.resource import BEGUN
+
+if TYPE_CHECKING:
+    from retrychaos.world.resource import Stage
+    from retrychaos.world.sqlite import Handle, SqliteDatabase
+
+_BUSY_SNAPSHOT = 517
+_TAKES_NO_LOCK = re.compile(r"\s*(BEGIN(?!\s+(IMMEDIATE|EXCLUSIVE))|SAVEPOINT|RELEASE|PRAGMA)\b", re.IGNORECASE)
+_DEFAULT_TIMEOUT = 5.0
+
+
+def connecting(stage: Stage, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``sqlite3.connect``, for deliveries that overlap."""
+
+    def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+        if stage.owner is not None and stage.running and _is_file(database) and "factory" not in kwargs:
+            kwargs["factory"] = TurnConnection
+        return original(database, *args, **kwargs)
+
+    return connect
+
+
+def _is_file(database: Any) -> bool:
+    name = os.fsdecode(database) if isinstance(database, str | bytes | os.PathLike) else ""
+    return bool(name) and ":memory:" not in name and "mode=memory" not in name
+
+
+class TurnConnection(sqlite3.Connection):
+    """A connection whose waits are seen. Behaves as any other until it is tied to a delivery."""
+
+    def __init__(self, database: Any, timeout: float = _DEFAULT_TIMEOUT, *args: Any, **kwargs: Any) -> None:
+        kwargs["check_same_thread"] = False  # it is closed from outside when its delivery dies
+        args = (*args[:2], False, *args[3:]) if len(args) > 2 else args
+        if len(args) > 2:
+            del kwargs["check_same_thread"]
+        super().__init__(database, 0.0, *args, **kwargs)
+        self.patient = timeout > 0
+        """It would wait for a lock."""
+        self.locked = False
+        """Its transaction has a lock already."""
+        self.writing = False
+        self.pending = False
+        """Its COMMIT waits: nobody can begin to read."""
+        self.handle: Handle | None = None
+        self.resource: SqliteDatabase | None = None
+        self.announce: Callable[[str], None] = _nothing
+        """Reports a statement that nobody has announced as a step."""
+
+    def tie(self, database: SqliteDatabase, handle: Handle, announce: Callable[[str], None]) -> None:
+        """From now on it belongs to the running delivery."""
+        self.resource, self.handle, self.announce = database, handle, announce
+
+    @property
+    def tied(self) -> bool:
+        return self.handle is not None and self.resource is not None and self.resource.stage.running
+
+    def holds(self) -> str:
+        """What others can notice of its open transaction."""
+        if not self.in_transaction:
+            return ""
+        if self.pending:
+            return "pending"
+        return "write" if self.writing else "read" if self.locked else BEGUN
+
+    # -- what jobs call ---------------------------------------------------------------------------------------------
+
+    def cursor(self, factory: Any = None) -> Any:
+        return super().cursor(factory or TurnCursor)
+
+    def execute(self, *args: Any) -> Any:
+        return self.cursor().execute(*args)
+
+    def executemany(self, *args: Any) -> Any:
+        return self.cursor().executemany(*args)
+
+    def executescript(self, script: str) -> Any:
+        return self.cursor().executescript(script)
+
+    def commit(self) -> None:
+        if not self.tied:
+            super().commit()
+            return
+        assert self.handle is not None
+        assert self.resource is not None
+        stage = self.resource.stage
+        if self.in_transaction and not self.handle.committing:
+            self.announce("COMMIT")
+            self.handle.committing = True
+        self.patiently(super().commit, ending=True)
+        self.settle("")
+        stage.observed("committed")
+
+    def rollback(self) -> None:
+        try:
+            super().rollback()
+            self.settle("")
+        except sqlite3.ProgrammingError:
+            if self.handle is None:
+                raise  # else its delivery has died, and the connection with it
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def patiently(self, action: Callable[[], Any], ending: bool = False) -> Any:
+        """Do it, waiting for others where SQLite would."""
+        assert self.resource is not None
+        while True:
+            try:
+                return action()
+            except sqlite3.OperationalError as error:
+                code = getattr(error, "sqlite_errorcode", 0)
+                if code & 0xFF != sqlite3.SQLITE_BUSY or code == _BUSY_SNAPSHOT or not self.patient:
+                    raise
+                if self.locked and not ending:
+                    raise  # SQLite does not wait here, whatever the timeout: two such waits would never end
+                self.pending = ending and self.locked
+                try:
+                    if not self.resource.stage.blocked():
+                        raise
+                finally:
+                    self.pending = False
+
+    def settle(self, statement: str) -> None:
+        """A statement has succeeded: which lock is held now?"""
+        if not self.in_transaction:
+            self.locked = self.writing = False
+            return
+        if statement and not _TAKES_NO_LOCK.match(statement):
+            self.locked = True
+        if statement and self.resource is not None:
+            self.writing = self.writing or self.resource.effect_of(statement, ()).writes
+
+
+class TurnCursor(sqlite3.Cursor):
+    """A cursor that has read everything, and reports what the job gets."""
+
+    connection: TurnConnection
+
+    def __init__(self, connection: TurnConnection) -> None:
+        super().__init__(connection)
+        self._rows: deque[Any] | None = None
+
+    def execute(self, statement: str, parameters: Any = ()) -> TurnCursor:
+        connection = self.connection
+        self._rows = None
+        if not connection.tied:
+            super().execute(statement, parameters)
+            return self
+        handle, resource = connection.handle, connection.resource
+        assert handle is not None
+        assert resource is not None
+        raw = not handle.announced
+        if raw:
+            connection.announce(statement)
+            handle.announced = True
+        try:
+            connection.patiently(lambda: self._perform(statement, parameters))
+        except sqlite3.Error as error:
+            connection.settle("")
+            resource.stage.observed("error", type(error).__name__, str(error))
+            raise
+        finally:
+            if raw:
+                handle.announced = False
+        connection.settle(statement)
+        rows = [tuple(row) if isinstance(row, sqlite3.Row) else row for row in self._rows or ()]
+        resource.stage.observed(rows, self.rowcount, self.lastrowid)
+        if "busy_timeout" in statement.lower():
+            connection.patient = bool(self._rows and self._rows[0][0])
+            super(TurnConnection, connection).execute("PRAGMA busy_timeout = 0")
+        return self
+
+    def _perform(self, statement: str, parameters: Any) -> None:
+        super().execute(statement, parameters)
+        self._rows = deque(super().fetchall()) if self.description is not None else None
+
+    def executemany(self, statement: str, rows: Iterable[Any]) -> TurnCursor:
+        self._rows = None
+        connection = self.connection
+        if not connection.tied:
+            super().executemany(statement, rows)
+            return self
+        rows = list(rows)
+        handle, resource = connection.handle, connection.resource
+        assert handle is not None
+        assert resource is not None
+        raw = not handle.announced
+        if raw:
+            connection.announce(statement)
+            handle.announced = True
+        try:
+            connection.patiently(lambda: sqlite3.Cursor.executemany(self, statement, rows))
+        except sqlite3.Error as error:
+            connection.settle("")
+            resource.stage.observed("error", type(error).__name__, str(error))
+            raise
+        finally:
+            if raw:
+                handle.announced = False
+        connection.settle(statement)
+        resource.stage.observed(self.rowcount, self.lastrowid)
+        return self
+
+    def executescript(self, script: str) -> TurnCursor:
+        if not self.connection.tied:
+            super().executescript(script)
+            return self
+        if self.connection.in_transaction:
+            self.connection.commit()
+        statement = ""
+        for piece in script.split(";"):
+            statement += piece + ";"
+            if sqlite3.complete_statement(statement):
+                if statement.strip("; \t\r\n"):
+                    self.execute(statement)
+                statement = ""
+        return self
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except sqlite3.ProgrammingError:
+            if self.connection.handle is None:
+                raise  # else its delivery has died, and the connection with it
+
+    def fetchone(self) -> Any:
+        if self._rows is None:
+            return super().fetchone()
+        return self._rows.popleft() if self._rows else None
+
+    def fetchmany(self, size: int | None = None) -> list[Any]:
+        if self._rows is None:
+            return super().fetchmany(self.arraysize if size is None else size)
+        wanted = min(self.arraysize if size is None else size, len(self._rows))
+        return [self._rows.popleft() for _ in range(wanted)]
+
+    def fetchall(self) -> list[Any]:
+        if self._rows is None:
+            return super().fetchall()
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
+    def __iter__(self) -> TurnCursor:
+        return self
+
+    def __next__(self) -> Any:
+        if self._rows is None:
+            return super().__next__()
+        if not self._rows:
+            raise StopIteration
+        return self._rows.popleft()
+
+
+def _nothing(statement: str) -> None:
+    pass
