@@ -306,7 +306,9 @@ def _report_of(name: str, run: Run) -> Report:
     from retrychaos.model.report import FAILED, Finding, Ledger
 
     only = "only the plan of a token was performed, and it shows no fault; run without --chaos-replay for a verdict"
-    findings = () if run.ok else (Finding(run.kind, run.effect, run.plan, run.timeline, run.differences, moments=run.moments),)
+    findings = (
+        () if run.ok else (Finding(run.kind, run.effect, run.plan, run.timeline, run.differences, moments=run.moments),)
+    )
     deliveries = len(run.timeline)
     return Report(
         job=name,

@@ -14,8 +14,8 @@ from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
-from retrychaos.explore.schedule import perform_turns
 from retrychaos.explore.runner import Forked, Here, Runner
+from retrychaos.explore.schedule import perform_turns
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import DEFAULT_OVERLAP, Options
@@ -31,7 +31,8 @@ _REMEMBERS = (
     "delivery ran in a process of its own"
 )
 _SHARED_MEMORY = (
-    "the job remembers things in the memory of its process (a module global, a cache), which deliveries that overlap here "
+    "the job remembers things in the memory of its process (a module global, a cache), which deliveries that "
+    "overlap here "
     "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
 )
 _MOST_STILL = 5.0
@@ -106,9 +107,7 @@ class Check:
         return Run(plan, done.timeline, differences, kind, effect), first.saved
 
     def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
-        baseline = establish(
-            runner, self.canon, first, self._found(), self._options, self._start, self._limit()
-        )
+        baseline = establish(runner, self.canon, first, self._found(), self._options, self._start, self._limit())
         done = perform_turns(plan, self._workshop, self._job, self._start, self._limit())
         deviation = deviation_of(done, baseline.judge)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
@@ -173,7 +172,7 @@ class Check:
                 report,
                 verdict=FAILED,
                 findings=done.findings,
-                guarantee=f"none: a fault shows when {self._options.duplicates} deliveries overlap, with {_count(fewest)}",
+                guarantee=f"none: a fault shows when deliveries overlap, with {_count(fewest)}",
             )
         if done.reason or done.spent:
             return self._doubtful(report, done)
@@ -195,7 +194,8 @@ class Check:
         reason = done.reason
         if done.spent:
             reason = (
-                f"the budget ran out after {_states(done.states)} of deliveries that overlap; no fault was found so far. "
+                f"the budget ran out after {_states(done.states)} of deliveries that overlap; no fault was found so "
+                f"far. "
                 "Raise the option budget to go on."
             )
         return replace(
@@ -262,7 +262,8 @@ class Check:
         elif spent:
             verdict = INCONCLUSIVE
             reason = (
-                f"the budget of {self._options.seconds:g} s ran out after {len(closure.states) - closure.waiting} of at "
+                f"the budget of {self._options.seconds:g} s ran out after {len(closure.states) - closure.waiting} "
+                f"of at "
                 f"least {len(closure.states)} states; no fault was found so far. Raise the option budget to go on."
             )
         else:

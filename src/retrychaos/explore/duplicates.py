@@ -1,4 +1,4 @@
-"""The part of a check in which deliveries overlap: explore, find the smallest plans, replay them, and say what was covered."""
+"""The part of a check in which deliveries overlap: explore, find the smallest plans, replay them, judge."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def overlap(
     limit: Callable[[], float],
 ) -> Overlapped:
     """Explore deliveries of one message that overlap. ``limit()`` gives the seconds left, or raises OutOfTime."""
-    done = _explore(name, workshop, job, judge, start, scope, limit, shared=True)
+    done = _explore(name, workshop, job, judge, start, scope, limit, careful=False)
     if done is None:
-        # What was learned from one delivery did not hold for another: learn from each by itself.
-        done = _explore(name, workshop, job, judge, start, scope, limit, shared=False)
+        # What was learned from one delivery did not hold for another, or at another time: tell these apart.
+        done = _explore(name, workshop, job, judge, start, scope, limit, careful=True)
     assert done is not None
     return done
 
@@ -60,20 +60,22 @@ def _explore(
     start: float,
     scope: Scope,
     limit: Callable[[], float],
-    shared: bool,
+    careful: bool,
 ) -> Overlapped | None:
-    search = Interleaving(workshop, job, judge, start, scope, limit, shared)
+    search = Interleaving(workshop, job, judge, start, scope, limit, shared=not careful, timed=careful)
     reason, spent = "", False
     try:
         search.explore()
     except OutOfTime:
         spent = True
     except Surprise as surprise:
-        if shared:
+        if not careful:
             return None
         reason = (
-            "two deliveries in the same situation did not do the same, so it cannot be told what overlapping ones do: the "
-            f"job decides by something outside of its world, such as a random choice or the order of a set ({surprise}). "
+            "two deliveries in the same situation did not do the same, so it cannot be told what overlapping ones "
+            "do: the "
+            f"job decides by something outside of its world, such as a random choice or the order of a set "
+            f"({surprise}). "
             "Make it fixed in the test, or use duplicates=1."
         )
     except (SharingError, Hung) as problem:

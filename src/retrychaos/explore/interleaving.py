@@ -1,18 +1,20 @@
 """Every interleaving of deliveries that overlap, with crashes in the same space.
 
-The graph of all interleavings is searched in memory with the transitions that are known. Where one is missing, a real run
-goes to the nearest place that lacks it, and on from there; all that it passes is learned, and compared with what was known.
-States are visited by the number of crashes, so that a counterexample has the fewest.
+The graph of all interleavings is searched in memory with the transitions that are known. Where one is missing, a real
+run goes to the nearest place that lacks it, and on from there; all that it passes is learned, and compared with what
+was known. States are visited by the number of crashes, so that a counterexample has the fewest.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from retrychaos.explore.judge import Judge
 from retrychaos.explore.transitions import (
+    CLOCK,
     UNSTARTED,
     Log,
     Move,
@@ -33,11 +35,10 @@ MAX_DELIVERIES = 25
 """Deliveries of one message in one plan."""
 MOST_STEPS = 2_000
 """Steps on the way to a state; more is an endless loop."""
-_PATIENCE = 300
+_PATIENCE = 60
 """Rounds of a loop that waits, after which it is taken to wait for ever."""
 _NEAR = 6
 """Steps that cost about as much as a new run: so far away, something unknown is worth going on for."""
-_CLOCK = "clock"
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ class Scope:
 
 @dataclass
 class _Reached:
-    """How a state was reached: from where, by which move, after how many crashes, steps and deliveries."""
+    """How a state was reached: from where, by which move, after how many crashes, steps, deliveries, milliseconds."""
 
     before: Node | None
     move: Move | None
     crashes: int
     steps: int
     deliveries: int
+    clock: int
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ class Interleaving:
         scope: Scope,
         limit: Callable[[], float],
         shared: bool = True,
+        timed: bool = False,
     ) -> None:
-        self.names = Names()
+        self.names = Names(timed)
         self.runs = 0
         self.moves = 0
         self.bounded = False
@@ -103,14 +106,18 @@ class Interleaving:
         self._start = start
         self._scope = scope
         self._limit = limit
+        self.timed = timed
+        """States are told apart by the time of day; else a job is taken not to go by it."""
         self._shared = shared
         """What one delivery does is taken to hold for others, as long as it has drawn nothing at random."""
         self._table: dict[Hashable, Outcome] = {}
-        self._saved: dict[tuple[tuple[tuple[str, int], ...], int], Saved | None] = {((), 0): None}
+        self._saved: dict[tuple[tuple[tuple[str, int], ...], int], tuple[Saved | None, int]] = {((), 0): (None, 0)}
         self._queue: deque[Node] = deque()
         self._later: list[tuple[Node, Node, Move]] = []
         """States that take one crash more."""
         self._missing: dict[Hashable, list[tuple[Node, Move]]] = {}
+        self.endless: set[Hashable] = set()
+        """Loops that wait, and go on for as long as nobody else does something."""
         self._waited: set[Node] = set()
         self._excess: dict[tuple[tuple[str, int], ...], bool] = {}
 
@@ -122,7 +129,7 @@ class Interleaving:
 
     def explore(self) -> None:
         """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
-        self.reached[self.root] = _Reached(None, None, 0, 0, 0)
+        self.reached[self.root] = _Reached(None, None, 0, 0, 0, 0)
         self._queue.append(self.root)
         crashes = 0
         while True:
@@ -180,7 +187,7 @@ class Interleaving:
                 self.bounded = True
         for seat in node.seats:
             yield Move("run", seat.ident)
-        if self._scope.late and self._next_expiry(node) is not None:
+        if self._scope.late and self.until_expiry(node) is not None:
             yield Move("jump")
 
     def _try(self, node: Node, move: Move) -> bool:
@@ -197,6 +204,8 @@ class Interleaving:
             return False
         key = self._key(entered, index, move.kind)
         outcome = self._table.get(key)
+        if outcome is None and move.kind == "run" and self.endless_of(entered, index) in self.endless:
+            return False
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
@@ -217,8 +226,16 @@ class Interleaving:
             was.crashes + (move.kind == "kill"),
             was.steps + 1,
             was.deliveries + (move.kind == "begin"),
+            was.clock + self._takes(before, move),
         )
         self._queue.append(node)
+
+    def _takes(self, node: Node, move: Move) -> int:
+        """For how long the clock goes on."""
+        if move.kind == "jump":
+            return self._wait_of(node) or 0
+        index = _index(node, move.ident)
+        return self.names.logs[node.seats[index].log].pause if move.kind == "run" and index >= 0 else 0
 
     # -- what moves come to -----------------------------------------------------------------------------------------
 
@@ -248,8 +265,8 @@ class Interleaving:
         assert log.pending is not None
         resource = log.pending.resource
         ident = seat.ident if log.drew or not self._shared else -1
-        if resource == _CLOCK:
-            return (ident, seat.log, node.clock, node.versions)
+        if resource == CLOCK:
+            return (ident, seat.log, node.clock, node.versions, self.lingers(node, seat))
         others = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
         how = kind == "fail"
         return (ident, seat.log, node.clock, resource, node.version(resource), seat.context(resource), others, how)
@@ -265,15 +282,34 @@ class Interleaving:
             log = self.names.logs[seats[index].log]
             resource = log.pending.resource if log.pending else ""
             if outcome.stirred:
-                seats = [each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)]
+                seats = [
+                    each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
+                ]
             if outcome.end == "failed":
                 del seats[index]
                 idle += not node.acked
             elif outcome.end == "done":
                 seats[index] = Seat(seats[index].ident, outcome.log)
             else:
-                seats[index] = seats[index]._replace(log=outcome.log).with_context(resource, outcome.context)
+                seat = seats[index]._replace(log=outcome.log).with_context(resource, outcome.context)
+                if outcome.polled is not None:
+                    polled = tuple((name, version) for name, version in versions if name in outcome.polled)
+                    seat = seat.with_context(CLOCK, self.names.context(0, (outcome.polled, polled), BEGUN))
+                seats[index] = seat
         return Node(versions, outcome.clock, tuple(seats), idle, node.acked)
+
+    def endless_of(self, node: Node, index: int) -> Hashable:
+        """A loop that waits and will not end by itself does not end at another time of day either."""
+        seat = node.seats[index]
+        return (seat.ident, seat.log, seat.context(CLOCK)) if self.lingers(node, seat) else None
+
+    def lingers(self, node: Node, seat: Seat) -> bool:
+        """It goes round in a loop that waits, and nothing that it looks at has changed since it looked."""
+        context = seat.context(CLOCK)
+        if not context:
+            return False
+        resources, polled = self.names.polled(context)
+        return bool(polled == tuple((name, version) for name, version in node.versions if name in resources))
 
     def _stirred(self, seat: Seat, resource: str, versions: tuple[tuple[str, int], ...]) -> Seat:
         """Somebody has committed while it has something open: what becomes of that may depend on it."""
@@ -295,28 +331,29 @@ class Interleaving:
         log = self.names.logs[node.seats[index].log]
         if log.end:
             return False
+        if self.endless_of(node, index) in self.endless:
+            return True
         outcome = self._table.get(self._key(node, index))
         return outcome is not None and outcome.end == "blocked"
 
     def _may_sleep(self, node: Node, index: int) -> bool:
         """Time passes an expiry only when nobody could do something instead, unless that is asked for."""
         log = self.names.logs[node.seats[index].log]
-        if self._scope.late or log.pending is None or log.pending.resource != _CLOCK:
+        if self._scope.late or log.pending is None or log.pending.resource != CLOCK:
             return True
-        expiry = self._next_expiry(node)
-        if expiry is None or node.clock + log.pause < expiry:
+        left = self.until_expiry(node)
+        if left is None or log.pause < left:
             return True
         return all(self._rests(node, at) for at in range(len(node.seats)) if at != index)
 
     def _rests(self, node: Node, index: int) -> bool:
         log = self.names.logs[node.seats[index].log]
-        return log.pending is not None and (log.pending.resource == _CLOCK or self._is_blocked(node, index))
+        return log.pending is not None and (log.pending.resource == CLOCK or self._is_blocked(node, index))
 
-    def _next_expiry(self, node: Node) -> int | None:
-        """Milliseconds since the start at which the next thing ends by itself."""
-        now = self._start + node.clock / 1000
-        ends = [end for version in self._facts(node).values() for end in version.expiries if end > now]
-        return round((min(ends) - self._start) * 1000) + 1 if ends else None
+    def until_expiry(self, node: Node) -> int | None:
+        """Milliseconds until the next thing ends by itself, as far as known without running."""
+        ends = [end for _, version in node.versions for end in self.names.ends[version] if end > 0]
+        return min(ends, default=None)
 
     def _facts(self, node: Node) -> Facts:
         found = self._workshop.world.found_facts
@@ -326,7 +363,7 @@ class Interleaving:
     # -- judging ----------------------------------------------------------------------------------------------------
 
     def _judge_at(self, node: Node) -> None:
-        deviation = self._judge.judge(self._facts(node), node.clock / 1000)
+        deviation = self._judge.judge(self._facts(node), self.reached[node].clock / 1000)
         if deviation is not None:
             self.endings.append(Ending(node, deviation.kind, deviation.effect))
 
@@ -363,17 +400,21 @@ class Interleaving:
         for node in self._stuck():
             if node not in self._waited:
                 self._waited.add(node)
-                if self.wait_of(node) is not None:
+                if self._wait_of(node) is not None:
                     self._try(node, Move("jump"))
                     new = True
         return new
 
-    def wait_of(self, node: Node) -> int | None:
-        """To which instant the clock goes on from a state that leads nowhere."""
-        expiry = self._next_expiry(node)
-        if expiry is not None:
-            return expiry
-        return next((round(rung * 1000) for rung in LADDER if rung * 1000 > node.clock), None)
+    def _wait_of(self, node: Node) -> int | None:
+        """For how long the clock goes on from a state that leads nowhere; None if that was tried."""
+        left = self.until_expiry(node)
+        if left is not None:
+            return left
+        passed = self.reached[node].clock if self.timed else node.clock
+        rungs = [round(rung * 1000) for rung in LADDER]
+        if self.timed:
+            return next((rung for rung in rungs if rung > passed), None)
+        return rungs[passed] if passed < len(rungs) else None
 
     def _report_stuck(self) -> None:
         stuck = self._stuck()
@@ -394,18 +435,17 @@ class Interleaving:
             assert reached.move is not None
             moves.append(reached.move)
             start = reached.before
-        saved = self._saved[start.versions, start.clock]
+        saved, clock = self._saved[start.versions, start.clock]
         self.runs += 1
-        at = self._start + start.clock / 1000
-        workshop = self._workshop
-        with Play(workshop, self._job, saved, at, self._limit()) as play:
+        with Play(self._workshop, self._job, saved, self._start, self._limit(), clock=clock) as play:
             run = _Run(self, play, start)
-            for each in reversed(moves):
-                run.go(each)
-            while onward := self._onward(run.node):
-                self._limit()
-                for each in onward:
+            with contextlib.suppress(_Over):
+                for each in reversed(moves):
                     run.go(each)
+                while onward := self._onward(run.node):
+                    self._limit()
+                    for each in onward:
+                        run.go(each)
         self.doubts += [each for each in play.doubts if each not in self.doubts]
         self.notes += [each for each in play.notes if each not in self.notes]
 
@@ -422,6 +462,8 @@ class Interleaving:
                 if log.end or not self._may_sleep(entered, index):
                     continue
                 outcome = self._table.get(self._key(entered, index))
+                if outcome is None and self.endless_of(entered, index) in self.endless:
+                    continue
                 if outcome is None:
                     return [*way, move]
                 after = self._after(entered, index, outcome)
@@ -448,11 +490,15 @@ class Interleaving:
         for node, move in self._missing.pop("begin", ()):
             self._try(node, move)
 
-    def keep(self, node: Node) -> None:
+    def keep(self, node: Node, clock: int) -> None:
         """The world is in a state that one can come back to."""
         key = (node.versions, node.clock)
         if key not in self._saved:
-            self._saved[key] = self._workshop.world.save()
+            self._saved[key] = (self._workshop.world.save(), clock)
+
+
+class _Over(Exception):
+    """The real run has come to where the graph does not follow it."""
 
 
 class _Run:
@@ -498,6 +544,9 @@ class _Run:
         assert log.pending is not None
         name = log.pending.resource
         actor = self._actors[seat.ident]
+        if name == CLOCK and search.lingers(node, seat):
+            self._linger(node, index, seat, actor, key)
+            return
         world = search._workshop.world
         resource = world.resources.get(name)
         commits = resource.commits if resource is not None else 0
@@ -506,7 +555,7 @@ class _Run:
         resource = world.resources.get(name)
         taint = log.taint | ({seat.ident} if moved.drew else set())
         changes, read = self._changes(node, facts, name, taint)
-        clock = round((search._workshop.clock.now() - search._start) * 1000)
+        clock = self._clock(node)
         number = seat.log
         if moved.end != "blocked":
             seen: Hashable = moved.seen
@@ -525,11 +574,57 @@ class _Run:
             clock,
             moved.end,
         )
+        if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
+            outcome = outcome._replace(log=earlier[0], polled=earlier[1])
         self.node = search._after(node, index, outcome)
         if moved.end == "failed":
             del self._actors[seat.ident]
-        search.keep(self.node)
+        search.keep(self.node, self._play.clock)
         search.found(key, outcome)
+
+    def _linger(self, node: Node, index: int, seat: Seat, actor: Actor, key: Hashable) -> None:
+        """Let it go round and round, until it observes something new or gives up; or find that it waits for ever.
+
+        Time passes, but no expiry: that is another move.
+        """
+        search, names = self._search, self._search.names
+        number = seat.log
+        for _ in range(_PATIENCE):
+            left = self._play.until_expiry()
+            if left is not None and actor.pause >= left:
+                break
+            before = number
+            while True:
+                log = names.logs[number]
+                assert log.pending is not None
+                moved = self._play.run(actor)
+                facts = self._play.facts()
+                clock = self._clock(node)
+                changes, read = self._changes(node, facts, log.pending.resource, log.taint)
+                if moved.end == "blocked":
+                    break
+                seen: Hashable = moved.seen if moved.seen is not None else ("state", log.pending.resource, key)
+                number = names.log(number, log.pending.resource, log.pending.signature, seen, moved.end, clock)
+                known = names.logs[number]
+                known.taint = known.taint | read
+                self._compare(known, number, moved, actor)
+                if changes or moved.end or actor.pause:
+                    break
+            if moved.end == "blocked":
+                break
+            earlier = names.round_before(number) if actor.pause and not moved.end else None
+            if earlier is None or changes:
+                outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end)
+                self.node = search._after(node, index, outcome)
+                if moved.end == "failed":
+                    del self._actors[seat.ident]
+                search.keep(self.node, self._play.clock)
+                search.found(key, outcome)
+                return
+            number = before if earlier[0] == before else earlier[0]
+        search.endless.add(search.endless_of(node, index))
+        search.found(key, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
+        raise _Over
 
     def _changes(
         self, node: Node, facts: Facts, resource: str, taint: frozenset[int] | set[int]
@@ -543,7 +638,8 @@ class _Run:
             before = node.version(name)
             if name == resource:
                 read = names.taints[before]
-            number = names.version(name, version, frozenset(names.taints[before] | taint))
+            now = search._workshop.clock.now()
+            number = names.version(name, version, frozenset(names.taints[before] | taint), now)
             if number != before:
                 changes.append((name, number))
         return tuple(changes), read
@@ -561,25 +657,28 @@ class _Run:
 
     def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""
-        pause = round(actor.pause * 1000)
+        pause = max(1, round(actor.pause * 1000)) if actor.pause else 0
         now = (moved.next.signature if moved.next else None, moved.end, moved.error, moved.drew, pause)
         if not log.learned:
             log.learned = True
             log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, moved.error, moved.drew, pause
+            log.place = actor.place if pause else 0
             return
         known = (log.pending.signature if log.pending else None, log.end, log.error, log.drew, log.pause)
         if known != now:
             raise Surprise(f"after the same observations: {known} and {now}")
 
+    def _clock(self, node: Node) -> int:
+        return self._play.clock if self._search.timed else node.clock
+
     def _jump(self, node: Node) -> None:
         search = self._search
-        to = search.wait_of(node)
-        assert to is not None
-        self._play.advance((to - node.clock) / 1000)
+        passed = self._play.jump()
         changes, _ = self._changes(node, self._play.facts(), "", frozenset())
-        outcome = Outcome(0, 0, changes, False, to, "")
+        clock = self._play.clock if search.timed else node.clock + (not passed)
+        outcome = Outcome(0, 0, changes, False, clock, "")
         self.node = search._after(node, -1, outcome)
-        search.keep(self.node)
+        search.keep(self.node, self._play.clock)
         search.found(search._key(node, -1), outcome)
 
 

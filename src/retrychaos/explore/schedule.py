@@ -67,10 +67,9 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
     """The moves of a way as turns of numbered deliveries."""
     numbers: dict[int, int] = {}
     turns: list[Turn] = []
-    for node, move in way:
+    for _, move in way:
         if move.kind == "jump":
-            to = search.wait_of(node)
-            turns.append(Turn("jump", seconds=((to or node.clock) - node.clock) / 1000))
+            turns.append(Turn("jump"))
             continue
         if move.kind == "begin":
             numbers[move.ident] = max((turn.delivery for turn in turns), default=0) + 1
@@ -79,7 +78,8 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
 
 
 def perform_turns(plan: Plan, workshop: Workshop, job: Job, start: float, limit: float) -> Performed:
-    """Run a plan of deliveries that overlap. Raises PlanError if the job does other steps than those it was made for."""
+    """Run a plan of deliveries that overlap. Raises PlanError if the job does other steps than those it was made
+    for."""
     stage = _Stage(workshop, start)
     with Play(workshop, job, None, start, limit, traced=True) as play:
         for turn in plan.turns:
@@ -111,8 +111,9 @@ class _Stage:
 
     def turn(self, play: Play, turn: Turn) -> None:
         if turn.kind == "jump":
-            play.advance(turn.seconds)
-            self.moments.append(Moment(0, event="later", detail=f"{turn.seconds:g}"))
+            before = play.clock
+            play.jump()
+            self.moments.append(Moment(0, event="later", detail=f"{(play.clock - before) / 1000:g}"))
             return
         number = turn.delivery
         if turn.kind == "begin":

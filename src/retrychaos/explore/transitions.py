@@ -1,9 +1,9 @@
 """What is known of a job that runs several times at once: what it does next depends only on what it has observed.
 
-A delivery's memory is a function of what it has observed, its *log*. What a step does depends on the log, on the state of
-the one resource that it touches, on what the delivery itself has open there, and on what others have open there as far as
-it can be noticed: not on other resources, nor on where the others stand. So each transition is learned once by running
-it, and the graph of all interleavings is searched without running anything.
+A delivery's memory is a function of what it has observed, its *log*. What a step does depends on the log, on the
+state of the one resource that it touches, on what the delivery itself has open there, and on what others have open
+there as far as it can be noticed: not on other resources, nor on where the others stand. So each transition is
+learned once by running it, and the graph of all interleavings is searched without running anything.
 
 Everything is named by small numbers. Equal numbers mean equal contents.
 """
@@ -11,14 +11,16 @@ Everything is named by small numbers. Equal numbers mean equal contents.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from retrychaos.model.ledger import Relation, Version
 from retrychaos.model.step import Step
 from retrychaos.world.resource import BEGUN
 
+CLOCK = "clock"
+"""The resource of a sleep."""
 UNSTARTED = 0
 """The log of a delivery that has not begun."""
 NOTHING_OPEN = 0
@@ -41,7 +43,11 @@ class Seat(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A state of everything: durable versions, virtual clock (milliseconds since the start), deliveries."""
+    """A state of everything: durable versions, deliveries, time.
+
+    clock: how often the clock was moved on because nobody could do anything; or, where a job goes by the time,
+    milliseconds since the start.
+    """
 
     versions: tuple[tuple[str, int], ...]
     """Resources that are not as they were found."""
@@ -80,6 +86,8 @@ class Outcome(NamedTuple):
     """Something may have been committed, even if it is as before."""
     clock: int
     end: str
+    polled: tuple[str, ...] | None = None
+    """It is going round in a loop that waits for a change in these resources."""
 
 
 @dataclass
@@ -96,11 +104,11 @@ class Log:
     drew: bool = False
     pause: int = 0
     """Milliseconds for which it is about to sleep."""
+    place: int = 0
+    """Where in its code it is about to sleep."""
     learned: bool = False
     taint: frozenset[int] = frozenset()
     """Deliveries whose random values it may know."""
-    polls: Mapping[str, int] | None = None
-    """It goes round in a loop, and will until one of these resources has another version."""
 
 
 class _Moved(NamedTuple):
@@ -121,10 +129,16 @@ class Surprise(Exception):
 
 @dataclass
 class Names:
-    """Numbers for versions, logs and contexts."""
+    """Numbers for versions, logs and contexts.
 
+    timed: versions also differ if something ends in them at another time.
+    """
+
+    timed: bool = False
     versions: list[Version | None] = field(default_factory=lambda: [None])
     taints: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
+    ends: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    """In how many milliseconds something ends in a version, when it is seen first."""
     logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
     contexts: list[_Context] = field(default_factory=lambda: [_Context((0, ""), "")])
     _versions: dict[tuple[str, bytes], int] = field(default_factory=dict)
@@ -140,8 +154,8 @@ class Names:
             self._found[resource] = self._hash(version)
             self._versions[resource, self._found[resource]] = 0
 
-    def version(self, resource: str, version: Version, taint: frozenset[int]) -> int:
-        """The number of a version. `taint`: deliveries whose random values may be in it."""
+    def version(self, resource: str, version: Version, taint: frozenset[int], now: float) -> int:
+        """The number of a version. `taint`: deliveries whose random values may be in it. `now`: the virtual time."""
         known = self._by_object.get(id(version))
         if known is not None and known[0] is version:
             number = known[1]
@@ -152,13 +166,14 @@ class Names:
                 number = self._versions[key] = len(self.versions)
                 self.versions.append(version)
                 self.taints.append(taint)
+                self.ends.append(tuple(round((end - now) * 1000) + 1 for end in version.expiries))
             self._by_object[id(version)] = (version, number)
         if number and not taint >= self.taints[number]:
             self.taints[number] &= taint  # it comes about without these, so nothing of theirs is in it
         return number
 
     def _hash(self, version: Version) -> bytes:
-        whole = hashlib.blake2b(repr(version.expiries).encode(), digest_size=16)
+        whole = hashlib.blake2b(repr(version.expiries if self.timed else "").encode(), digest_size=16)
         for name, relation in sorted(version.relations.items()):
             known = self._hashes.get(id(relation))
             if known is None or known[0] is not relation:
@@ -198,19 +213,39 @@ class Names:
             context, versions = before, entry.versions | versions
         return self.context(context, _Moved(versions), self.shown(context))
 
+    def polled(self, context: int) -> Any:
+        """What a loop that waits looks at, and which versions it has seen there."""
+        return self.contexts[context].entries[1]
+
     def shown(self, context: int) -> str:
         return self.contexts[context].shown
 
-    def period(self, log: int) -> tuple[Hashable, ...] | None:
-        """What was done and seen since the last sleep, if the last thing but that was a sleep."""
-        out: list[Hashable] = []
+    def round_before(self, log: int) -> tuple[int, tuple[str, ...]] | None:
+        """Where a loop that waits stood one round earlier, if it has observed the same since; and what it looks at.
+
+        A delivery that stands before a sleep at the same place in its code, after the same steps with the same
+        results as before the last sleep there, is waiting for others.
+        """
+        here = self.logs[log]
+        steps, slept = self._since_sleep(log)
+        if slept is None:
+            return None
+        standing = self.logs[slept].before
+        if self.logs[standing].place != here.place:
+            return None
+        if [each[1:] for each in steps] != [each[1:] for each in self._since_sleep(standing)[0]]:
+            return None
+        return standing, tuple(sorted({each[0] for each in steps}))
+
+    def _since_sleep(self, log: int) -> tuple[list[tuple[str, Hashable, Hashable]], int | None]:
+        steps: list[tuple[str, Hashable, Hashable]] = []
         while log:
             each = self.logs[log]
-            if each.resource == "clock":
-                return tuple(out)
-            out.append((each.signature, each.seen))
+            if each.resource == CLOCK:
+                return steps, log
+            steps.append((each.resource, each.signature, each.seen))
             log = each.before
-        return None
+        return steps, None
 
 
 def shown_by_others(names: Names, seats: Iterable[Seat], resource: str) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from retrychaos.model.step import Step
 
 VERSION = "rc1"
 _TURN = re.compile(r"(\d+)([bkrfj])(\d+)")
-_TURNS = re.compile(rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z")
+_TURNS = re.compile(
+    rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z"
+)
 _LEG = re.compile(r"(?:w(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
 
 
@@ -22,7 +24,7 @@ class Turn(NamedTuple):
     """One choice among deliveries that overlap.
 
     kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
-    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on by `seconds`).
+    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends).
     delivery: which one, counted from 1 in the order in which they began.
     ident: what it draws at random; no two deliveries that can know of each other have the same.
     """
@@ -30,7 +32,6 @@ class Turn(NamedTuple):
     kind: str
     delivery: int = 0
     ident: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def belongs(token: str, job: str) -> bool:
 
 
 def read(token: str) -> tuple[tuple[Leg, ...], tuple[Turn, ...], str]:
-    """The deliveries of a token, of whatever job, as in Plan. Raises PlanError if it is damaged or of another version."""
+    """The deliveries of a token, of whatever job, as in Plan. Raises PlanError if it is damaged or of another
+    version."""
     if not isinstance(token, str):
         raise PlanError(f"a plan is given by its token, a text that begins with {VERSION!r}, not by {token!r}.")
     parts = token.strip().split(".")
@@ -146,7 +148,7 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
         elif turn.kind == "begin":
             out.append(f"{turn.delivery}b{turn.ident}")
         elif turn.kind == "jump":
-            out.append(f"0j{round(turn.seconds * 1000)}")
+            out.append("0j0")
         else:
             out.append(f"{turn.delivery}{turn.kind[0]}0")
     return f"t{mark}_" + "-".join(out)
@@ -155,7 +157,7 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
 def _read_turns(text: str) -> Iterator[Turn]:
     for delivery, letter, number in _TURN.findall(text):
         if letter == "j":
-            yield Turn("jump", seconds=int(number) / 1000)
+            yield Turn("jump")
         elif letter == "b":
             yield Turn("begin", int(delivery), int(number))
         elif letter == "r":

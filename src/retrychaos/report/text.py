@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 
 from retrychaos.model.report import FAILED, PROVEN, Delivery, Difference, Finding, Report
@@ -74,8 +76,11 @@ def _said(report: Report) -> str:
 def _finding(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.upper()} {finding.effect}: {finding.reason or _CAUSES[finding.kind]}"
     yield ""
-    for delivery in finding.timeline:
-        yield from _delivery(delivery)
+    if len(finding.timeline) > 1 and finding.moments:
+        yield from _side_by_side(finding)
+    else:
+        for delivery in finding.timeline:
+            yield from _delivery(delivery)
     if finding.differences:
         yield ""
         yield f"  {'ledger':<{_WIDTH - 30}} clean run  this run"
@@ -110,6 +115,57 @@ def _delivery(delivery: Delivery) -> Iterator[str]:
     yield f"      {_ENDS[delivery.end]}{': ' + delivery.error if delivery.error else ''}"
 
 
+def _side_by_side(finding: Finding) -> Iterator[str]:
+    """Deliveries that overlap, a column each, from top to bottom in the order of time."""
+    columns = _columns(finding)
+    count = max(columns.values()) + 1
+    width = max(24, (_WIDTH - 6) // count - 2)
+    heads = [
+        f"delivery {', then '.join(str(n) for n, at in columns.items() if at == column)}" for column in range(count)
+    ]
+    yield "    " + "  ".join(f"{head:<{width}}" for head in heads).rstrip()
+    site: dict[int, Site | None] = {}
+    for moment in finding.moments:
+        if not moment.delivery:
+            yield f"    ... {_duration(float(moment.detail))} later ..."
+            continue
+        column = columns[moment.delivery]
+        step = moment.step
+        if step is not None and step.site is not None and step.site != site.get(moment.delivery):
+            site[moment.delivery] = step.site
+            yield _in_column(column, width, f"{os.path.basename(step.site.file)}:{step.site.line} {step.site.source}")
+        text = f"  {step.kind}: {step.detail}" if step is not None else f"  {_EVENTS[moment.event]}{moment.detail}"
+        yield _in_column(column, width, text)
+    for number, column in columns.items():
+        if finding.timeline[number - 1].end == "hung":
+            yield _in_column(column, width, "  ∞ never gets any further")
+
+
+def _columns(finding: Finding) -> dict[int, int]:
+    """The column of each delivery: one that begins takes the place of one that has ended."""
+    columns: dict[int, int] = {}
+    live: set[int] = set()
+    for moment in finding.moments:
+        number = moment.delivery
+        if number and number not in columns:
+            taken = {columns[other] for other in live}
+            columns[number] = next(column for column in itertools.count() if column not in taken)
+            live.add(number)
+        if moment.event in ("dies", "acknowledged", "raises"):
+            live.discard(number)
+    return columns
+
+
+def _in_column(column: int, width: int, text: str) -> str:
+    return "    " + " " * (column * (width + 2)) + _cut(text, width)
+
+
+_EVENTS = {
+    "waits": "⧗ waits for the other: ",
+    "dies": "✗ dies here (SIGKILL)",
+    "acknowledged": "✓ returns: acknowledged",
+    "raises": "! raises, to be retried: ",
+}
 _ENDS = {
     "crashed": "  ✗  the process dies here (SIGKILL: no except, no finally runs)",
     "completed": "  ✓  returns: the message is acknowledged",

@@ -9,11 +9,14 @@ import hashlib
 import os
 import random
 import threading
+import time
+import uuid
 from typing import Any
 
 from retrychaos.runtime.patching import Patches
 
 _real_urandom = os.urandom
+_real_uuid1 = uuid.uuid1
 
 
 def uuid4_of(value: bytes) -> int:
@@ -49,6 +52,7 @@ class Chance:
         self._state: Any = None
         self._seed = b""
         self._count = 0
+        self._ticks = 0x01B21DD213814000 + int(time.time()) * 10_000_000  # of 100 ns since 1582 (RFC 9562, 5.1)
         self._thread = threading.get_ident()
 
     def start(self) -> None:
@@ -56,6 +60,7 @@ class Chance:
         self._state = random.getstate()
         self._patches.set_everywhere(os, "urandom", self._urandom)
         self._patches.set(random, "_urandom", self._urandom)
+        self._patches.set_everywhere(uuid, "uuid1", self._uuid1)
 
     def stop(self) -> None:
         self._patches.undo()
@@ -78,11 +83,14 @@ class Chance:
             self._seed, self._count = stream.key, stream.count
             random.setstate(stream.state)
 
+    def note(self, stream: Stream) -> None:
+        """Has the delivery that runs drawn anything?"""
+        stream.drew = stream.drew or self._count > 0 or random.getstate() != stream.state
+
     def leave(self, stream: Stream) -> None:
         """Another delivery goes on."""
-        state = random.getstate()
-        stream.drew = stream.drew or self._count > 0 or state != stream.state
-        stream.count, stream.state = self._count, state
+        self.note(stream)
+        stream.count, stream.state = self._count, random.getstate()
 
     def live_in(self, thread: int) -> None:
         """The thread that draws from now on."""
@@ -92,6 +100,23 @@ class Chance:
         """A random UUID (version 4, 32 hexadecimal digits) was drawn in this check."""
         number = int(uuid, 16)
         return any(len(value) == 16 and uuid4_of(value) == number for value in self.drawn)
+
+    def _uuid1(self, node: int | None = None, clock_seq: int | None = None) -> uuid.UUID:
+        """The standard library's takes the real time, and counts on from the last one that the process has made.
+
+        Not the virtual time either: what a delivery draws must not depend on when it runs.
+        """
+        if threading.get_ident() != self._thread:
+            return _real_uuid1(node, clock_seq)
+        drawn = int.from_bytes(self._urandom(8), "big")
+        ticks = self._ticks + self._count
+        node = (drawn >> 16) | 1 << 40 if node is None else node  # a random node has the multicast bit (6.10)
+        clock_seq = drawn & 0x3FFF if clock_seq is None else clock_seq
+        high, low = (ticks >> 48) & 0x0FFF, ticks & 0xFFFFFFFF
+        fields = (low, (ticks >> 32) & 0xFFFF, high, clock_seq >> 8, clock_seq & 0xFF, node & 0xFFFFFFFFFFFF)
+        value = uuid.UUID(fields=fields, version=1)
+        self.drawn.append(value.bytes)
+        return value
 
     def _urandom(self, size: int) -> bytes:
         if threading.get_ident() != self._thread:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import NoReturn
 
 from retrychaos.model.ledger import Facts
 from retrychaos.model.step import Step
 from retrychaos.runtime.chance import Stream
-from retrychaos.runtime.delivery import Fenced, Job, Workshop, describe
+from retrychaos.runtime.delivery import LADDER, Fenced, Job, Workshop, describe
 from retrychaos.runtime.watchdog import Stopped
 from retrychaos.world.sites import user_site
 from retrychaos.world.world import Saved
@@ -63,6 +64,8 @@ class Actor:
         self.pending: Step | None = None
         self.pause = 0.0
         """Seconds for which it is about to sleep."""
+        self.place = 0
+        """Where in its code it sleeps, all callers included."""
         self.end = ""
         self.error = ""
         self.surface = False
@@ -130,6 +133,7 @@ class Actor:
 
     def sleep(self, seconds: float) -> None:
         self.pause = seconds
+        self.place = _place_of(sys._getframe(1))
         try:
             self.boundary(Step("sleep", "clock", "sleep", f"sleep({seconds:g})"))
         finally:
@@ -159,7 +163,8 @@ class Actor:
 
     def _stray(self, step: Step) -> NoReturn:
         self.doubt(
-            f"the job works with threads of its own ({threading.current_thread().name!r} did {step.detail}): steps that "
+            f"the job works with threads of its own ({threading.current_thread().name!r} did {step.detail}): steps "
+            f"that "
             "overlap within one delivery cannot be put in an order. Two deliveries at once are not covered for it; "
             "duplicates=1 checks crashes only."
         )
@@ -178,8 +183,18 @@ class Play:
     """Deliveries of one message on one world, from one state on. Use it as a context manager."""
 
     def __init__(
-        self, workshop: Workshop, job: Job, start: Saved | None, at: float, limit: float, traced: bool = False
+        self,
+        workshop: Workshop,
+        job: Job,
+        start: Saved | None,
+        base: float,
+        limit: float,
+        *,
+        clock: int = 0,
+        traced: bool = False,
     ) -> None:
+        self.clock = clock
+        """Milliseconds since `base`: whole ones, so that a state is the same on whatever way it is come to."""
         self.back = _Lock()
         self.back.acquire()
         self.doubts: list[str] = []
@@ -191,16 +206,17 @@ class Play:
         self._world = workshop.world
         self._job = job
         self._start = start
-        self._at = at
+        self._base = base
         self._limit = limit
         self._on: Actor | None = None
+        self._rung = 0
         self._stray_threads: set[threading.Thread] = set()
 
     def __enter__(self) -> Play:
         workshop, world = self._workshop, self._world
         self._stray_threads = set(threading.enumerate())
         world.shifted, world.traced = False, self.traced
-        workshop.clock.set(self._at)
+        workshop.clock.set(self._base + self.clock / 1000)
         world.restore(self._start)
         workshop.play = self
         world.concurrent = True
@@ -244,6 +260,7 @@ class Play:
         self.actors.append(actor)
         actor.thread.start()
         self._hand_to(actor)
+        workshop.chance.note(actor.stream)
         return actor
 
     def run(self, actor: Actor, surface: bool = False) -> Moved:
@@ -252,6 +269,7 @@ class Play:
         if actor.pause:
             self.advance(actor.pause)
         self._hand_to(actor)
+        self._workshop.chance.note(actor.stream)
         moved = actor.moved()
         if actor.end:
             self._world.facts()  # what it has committed is read before its connections are gone
@@ -266,8 +284,27 @@ class Play:
     def advance(self, seconds: float) -> None:
         """The clock moves on."""
         clock = self._workshop.clock
-        clock.set(clock.now() + seconds)
-        self._world.shift(seconds)
+        before = clock.now()
+        self.clock += max(1, round(seconds * 1000)) if seconds else 0
+        clock.set(self._base + self.clock / 1000)
+        self._world.shift(clock.now() - before)
+
+    def until_expiry(self) -> float | None:
+        """Seconds until the next thing in the world ends by itself."""
+        now = self._workshop.clock.now()
+        versions = [resource.version for resource in self._world.resources.values()]
+        return min((end - now for version in versions for end in version.expiries if end > now), default=None)
+
+    def jump(self) -> bool:
+        """The clock goes on to the next thing that ends; False if there is none, and it goes on for longer and
+        longer."""
+        left = self.until_expiry()
+        if left is not None:
+            self.advance(left + 0.001)
+            return True
+        self.advance(LADDER[min(self._rung, len(LADDER) - 1)])
+        self._rung += 1
+        return False
 
     def facts(self) -> Facts:
         """The committed state now."""
@@ -333,7 +370,15 @@ class Play:
             )
 
 
+def _place_of(frame: FrameType | None) -> int:
+    """Tells places in running code apart; a loop comes to the same place again."""
+    places: list[tuple[int, int]] = []
+    while frame is not None and frame.f_code is not Actor._main.__code__:
+        places.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(places))
+
+
 def _raise_in(thread: threading.Thread) -> None:
     ident = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
-

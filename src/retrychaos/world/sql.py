@@ -39,7 +39,8 @@ _PENDING = (
     "No other process would see them. Remedy: commit in the fixture before the check."
 )
 _SHARED_SESSION = (
-    "one SQLAlchemy session is used by both deliveries: it was made outside of the job, so in this process they share it, "
+    "one SQLAlchemy session is used by both deliveries: it was made outside of the job, so in this process they "
+    "share it, "
     "which separate workers never do. Make the session inside the job, or use a scoped_session; or check crashes only "
     "with duplicates=1."
 )

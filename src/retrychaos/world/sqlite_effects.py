@@ -16,8 +16,8 @@ class Effect:
     """What a statement may write, as its bytecode says.
 
     tables: names, or None for "anything". generates: tables in which it draws row ids itself. given: tables in which
-    it may take row ids from the statement. writes: it takes the lock of a writer. fires: it runs subprograms (triggers, foreign key actions). ends: it may end
-    a transaction.
+    it may take row ids from the statement. writes: it takes the lock of a writer. fires: it runs subprograms
+    (triggers, foreign key actions). ends: it may end a transaction.
     """
 
     tables: frozenset[str] | None = frozenset()

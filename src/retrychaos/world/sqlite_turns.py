@@ -1,8 +1,8 @@
 """SQLite connections of deliveries that overlap: a lock of another delivery is waited for without any time passing.
 
-SQLite itself says who has to wait: it answers BUSY. Where its own busy handler would wait, the delivery stands aside until
-another one has moved, and tries again. Where it would not (a transaction that has read wants to write; a snapshot that is
-out of date), the error reaches the job at once, as it does in production.
+SQLite itself says who has to wait: it answers BUSY. Where its own busy handler would wait, the delivery stands aside
+until another one has moved, and tries again. Where it would not (a transaction that has read wants to write; a snapshot
+that is out of date), the error reaches the job at once, as it does in production.
 
 All rows of a result are read at once, since a half-read cursor keeps a lock that its owner does not know of.
 """
@@ -83,7 +83,8 @@ class TurnConnection(sqlite3.Connection):
     # -- what jobs call ---------------------------------------------------------------------------------------------
 
     def cursor(self, factory: Any = None) -> Any:
-        return super().cursor(factory or TurnCursor)
+        make: Any = super().cursor
+        return make(factory or TurnCursor)
 
     def execute(self, *args: Any) -> Any:
         return self.cursor().execute(*args)
@@ -180,7 +181,8 @@ class TurnCursor(sqlite3.Cursor):
             if raw:
                 handle.announced = False
         connection.settle(statement)
-        rows = [tuple(row) if isinstance(row, sqlite3.Row) else row for row in self._rows or ()]
+        read: Iterable[Any] = self._rows or ()
+        rows = [tuple(row) if isinstance(row, sqlite3.Row) else row for row in read]
         resource.stage.observed(rows, self.rowcount, self.lastrowid)
         if "busy_timeout" in statement.lower():
             connection.patient = bool(self._rows and self._rows[0][0])
