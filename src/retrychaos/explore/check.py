@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
-from retrychaos.explore.duplicates import Overlapped, deviation_of, overlap
-from retrychaos.explore.interleaving import OutOfTime
+from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
 from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
@@ -35,8 +34,6 @@ _SHARED_MEMORY = (
     "overlap here "
     "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
 )
-_MOST_STILL = 5.0
-"""Seconds that a delivery may stand still, where others overlap with it."""
 _perf_counter = time.perf_counter
 
 
@@ -157,8 +154,8 @@ class Check:
             return self._doubtful(report, Overlapped(reason=_SHARED_MEMORY))
         most = self._options.crashes
         scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
-        judge = baseline.judge
-        done = overlap(self._name, self._workshop, self._job, judge, self._start, scope, self._overlap_limit())
+        judge, steps = baseline.judge, len(baseline.run.steps)
+        done = overlap(self._name, self._workshop, self._job, judge, self._start, scope, steps, self._overlap_limit())
         report = replace(
             report,
             states=report.states + done.states,
@@ -194,9 +191,9 @@ class Check:
         reason = done.reason
         if done.spent:
             reason = (
-                f"the budget ran out after {_states(done.states)} of deliveries that overlap; no fault was found so "
-                f"far. "
-                "Raise the option budget to go on."
+                f"the budget ran out after {_states(done.states)} of deliveries that overlap (every order with less "
+                f"than {_count(done.switches, 'switch')} between them) and {done.sampled} random schedules; no fault "
+                "was found so far. Raise the option budget to go on."
             )
         return replace(
             report,
@@ -207,17 +204,10 @@ class Check:
             notes=(*report.notes, covered),
         )
 
-    def _overlap_limit(self) -> Callable[[], float]:
-        """Seconds that a run of deliveries that overlap may stand still; raises OutOfTime when the budget is spent."""
+    def _overlap_limit(self) -> Limit:
+        """The time for deliveries that overlap."""
         budget = self._options.budget
-        end = self._started + budget if budget is not None else _perf_counter() + DEFAULT_OVERLAP
-
-        def limit() -> float:
-            if _perf_counter() > end:
-                raise OutOfTime
-            return max(1.0, min(_MOST_STILL, end - _perf_counter()))
-
-        return limit
+        return Limit(DEFAULT_OVERLAP if budget is None else max(0.0, self._started + budget - _perf_counter()))
 
     def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
         crashes = self._options.crashes
@@ -425,8 +415,8 @@ def _left_behind(judge: Judge) -> list[str]:
     return [f"a crash leaves {', '.join(sorted(judge.faded))} behind until it expires; that was not counted as a fault"]
 
 
-def _count(crashes: int) -> str:
-    return f"{crashes} crash{'' if crashes == 1 else 'es'}"
+def _count(number: int, thing: str = "crash") -> str:
+    return f"{number} {thing}{'' if number == 1 else 'es'}"
 
 
 def _states(count: int) -> str:

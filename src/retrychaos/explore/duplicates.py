@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retrychaos.explore.interleaving import Ending, Interleaving, OutOfTime, Scope
 from retrychaos.explore.judge import Deviation, Judge
+from retrychaos.explore.sampling import sample
 from retrychaos.explore.schedule import Performed, perform_turns, plan_of, smallest
 from retrychaos.explore.transitions import Surprise
 from retrychaos.model.errors import PlanError, SharingError
@@ -16,6 +18,28 @@ from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Hung
 
 _MOST_FINDINGS = 4
+_FOR_SEARCH = 0.8
+"""Share of the time for the search; the rest is for random schedules, if it does not close."""
+_MOST_STILL = 5.0
+"""Seconds that a delivery may stand still."""
+_perf_counter = time.perf_counter
+
+
+class Limit:
+    """The seconds that are left. Called, it gives how long a delivery may stand still, or raises OutOfTime."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = _perf_counter() + seconds
+
+    def __call__(self) -> float:
+        left = self._end - _perf_counter()
+        if left < 0:
+            raise OutOfTime
+        return max(1.0, min(_MOST_STILL, left))
+
+    def part(self, share: float) -> Limit:
+        """A share of what is left."""
+        return Limit(share * max(0.0, self._end - _perf_counter()))
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,10 @@ class Overlapped:
     runs: int = 0
     reason: str = ""
     spent: bool = False
+    sampled: int = 0
+    """Random schedules that were tried when time ran out."""
+    switches: int = 0
+    """All orders with less switches were tried, without a crash."""
     bounded: bool = False
     notes: tuple[str, ...] = ()
 
@@ -41,15 +69,29 @@ def overlap(
     judge: Judge,
     start: float,
     scope: Scope,
-    limit: Callable[[], float],
+    steps: int,
+    limit: Limit,
 ) -> Overlapped:
-    """Explore deliveries of one message that overlap. ``limit()`` gives the seconds left, or raises OutOfTime."""
-    done = _explore(name, workshop, job, judge, start, scope, limit, careful=False)
+    """Explore deliveries of one message that overlap. steps: of a clean run."""
+    done = _explore(name, workshop, job, judge, start, scope, limit.part(_FOR_SEARCH), careful=False)
     if done is None:
         # What was learned from one delivery did not hold for another, or at another time: tell these apart.
-        done = _explore(name, workshop, job, judge, start, scope, limit, careful=True)
+        done = _explore(name, workshop, job, judge, start, scope, limit.part(_FOR_SEARCH), careful=True)
     assert done is not None
-    return done
+    if not done.spent:
+        return done
+    tried = sample(name, workshop, job, judge, start, scope, steps, limit)
+    done = replace(done, runs=done.runs + tried.tried, sampled=tried.tried)
+    if tried.plan is None:
+        return done
+    performed = perform_turns(tried.plan, workshop, job, start, 5.0)
+    deviation = deviation_of(performed, judge)
+    if deviation is None:
+        return replace(
+            done, reason="a fault was found that does not repeat, so the job is not deterministic", spent=False
+        )
+    finding = _finding(tried.plan, performed, deviation.kind, deviation.effect, deviation)
+    return replace(done, findings=(finding,), spent=False)
 
 
 def _explore(
@@ -80,7 +122,15 @@ def _explore(
         )
     except (SharingError, Hung) as problem:
         reason = str(problem)
-    found = Overlapped((), search.states, search.runs, reason, spent, search.bounded, tuple(search.notes))
+    found = Overlapped(
+        states=search.states,
+        runs=search.runs,
+        reason=reason,
+        spent=spent,
+        bounded=search.bounded,
+        notes=tuple(search.notes),
+        switches=search.switches,
+    )
     findings, unconfirmed = _findings(name, search, workshop, job, judge, start, limit) if search.endings else ([], "")
     if findings:
         return replace(found, findings=tuple(findings), reason="", spent=False)

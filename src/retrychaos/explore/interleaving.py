@@ -8,6 +8,7 @@ was known. States are visited by the number of crashes, so that a counterexample
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ class Scope:
 
 @dataclass
 class _Reached:
-    """How a state was reached: from where, by which move, after how many crashes, steps, deliveries, milliseconds."""
+    """How a state was reached: from where, by which move, after how many crashes, switches, steps, and so on."""
 
     before: Node | None
     move: Move | None
     crashes: int
+    switches: int
     steps: int
     deliveries: int
     clock: int
@@ -112,12 +114,17 @@ class Interleaving:
         """What one delivery does is taken to hold for others, as long as it has drawn nothing at random."""
         self._table: dict[Hashable, Outcome] = {}
         self._saved: dict[tuple[tuple[tuple[str, int], ...], int], tuple[Saved | None, int]] = {((), 0): (None, 0)}
-        self._queue: deque[Node] = deque()
+        self._queue: list[tuple[int, int, int, Node]] = []
+        self.switches = 0
+        """All that takes less switches between deliveries was tried, with as many crashes as are looked at now."""
         self._later: list[tuple[Node, Node, Move]] = []
         """States that take one crash more."""
         self._missing: dict[Hashable, list[tuple[Node, Move]]] = {}
         self.endless: set[Hashable] = set()
         """Loops that wait, and go on for as long as nobody else does something."""
+        self._good: set[Node] = set()
+        """States from which somebody gets to the end without a further crash."""
+        self._back: dict[Node, list[Node]] = {}
         self._waited: set[Node] = set()
         self._excess: dict[tuple[tuple[str, int], ...], bool] = {}
 
@@ -129,39 +136,49 @@ class Interleaving:
 
     def explore(self) -> None:
         """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
-        self.reached[self.root] = _Reached(None, None, 0, 0, 0, 0)
-        self._queue.append(self.root)
-        crashes = 0
+        self.reached[self.root] = _Reached(None, None, 0, 0, 0, 0, 0)
+        self._enqueue(self.root)
         while True:
-            self._close(crashes)
+            self._close()
             if not self._wait_where_stuck():
                 if self.endings:
                     return
                 self._report_stuck()
                 if self.endings or not self._later:
                     return
-                crashes += 1
                 later, self._later = self._later, []
                 for before, node, move in later:
                     self._reach(before, node, move)
 
-    def _close(self, crashes: int) -> None:
+    def _close(self) -> None:
+        """All that takes no further crash: what needs few switches between deliveries first."""
+        self.switches = 0
         while self._queue or self._missing:
-            while self._queue:
-                self._expand(self._queue.popleft())
-            if self._missing:
-                key = min(self._missing, key=lambda each: self.reached[self._missing[each][0][0]].steps)
-                node, move = self._missing[key][0]
-                self._learn(node, move)
-                if key in self._missing:  # it went another way; what is learned may say why
-                    raise Surprise(f"the transition at {move} was not reached")
+            while self._queue and self._queue[0][0] <= self.switches:
+                self._expand(heapq.heappop(self._queue)[-1])
+            key = min(self._missing, key=self._remoteness, default=None)
+            if key is None or self._remoteness(key)[0] > self.switches:
+                if self._queue or key is not None:
+                    self.switches += 1
+                continue
+            node, move = self._missing[key][0]
+            self._learn(node, move)
+            if key in self._missing:
+                raise Surprise(f"the transition at {move} was not reached")
+
+    def _remoteness(self, key: Hashable) -> tuple[int, int]:
+        reached = self.reached[self._missing[key][0][0]]
+        return reached.switches, reached.steps
 
     def _expand(self, node: Node) -> None:
         self.edges.setdefault(node, [])
         if node.acked and not node.seats:
             self._judge_at(node)
+            self._finishes(node)
             return
         reached = self.reached[node]
+        if self._is_cut_off(node):  # nothing is known of what comes after it
+            self._finishes(node)
         if reached.steps > MOST_STEPS:
             self.bounded = True
             return
@@ -217,6 +234,11 @@ class Interleaving:
 
     def _reach(self, before: Node, node: Node, move: Move) -> None:
         self.edges[before].append((move, node))
+        if move.kind != "kill":
+            if node in self._good:
+                self._finishes(before)
+            else:
+                self._back.setdefault(node, []).append(before)
         if node in self.reached:
             return
         was = self.reached[before]
@@ -224,11 +246,23 @@ class Interleaving:
             before,
             move,
             was.crashes + (move.kind == "kill"),
+            was.switches + self._switches(before, was.move, move),
             was.steps + 1,
             was.deliveries + (move.kind == "begin"),
             was.clock + self._takes(before, move),
         )
-        self._queue.append(node)
+        self._enqueue(node)
+
+    def _enqueue(self, node: Node) -> None:
+        reached = self.reached[node]
+        heapq.heappush(self._queue, (reached.switches, reached.steps, len(self.reached), node))
+
+    @staticmethod
+    def _switches(node: Node, last: Move | None, move: Move) -> bool:
+        """Another delivery goes on although the last one could."""
+        if move.kind not in ("begin", "run", "fail") or last is None or last.ident == move.ident:
+            return False
+        return any(seat.ident == last.ident for seat in node.seats)
 
     def _takes(self, node: Node, move: Move) -> int:
         """For how long the clock goes on."""
@@ -375,22 +409,18 @@ class Interleaving:
 
     def _stuck(self) -> list[Node]:
         """States from which nobody gets to the end without a crash."""
-        back: dict[Node, list[Node]] = {}
-        for node, edges in self.edges.items():
-            for move, after in edges:
-                if move.kind != "kill":
-                    back.setdefault(after, []).append(node)
-        # A state that was not explored further is out of bounds: nothing is known of it.
-        good = [n for n in self.reached if (n.acked and not n.seats) or n not in self.edges or self._cut_off(n)]
-        seen = set(good)
-        while good:
-            for node in back.get(good.pop(), ()):
-                if node not in seen:
-                    seen.add(node)
-                    good.append(node)
-        return [node for node in self.reached if node not in seen]
+        return [node for node in self.reached if node not in self._good]
 
-    def _cut_off(self, node: Node) -> bool:
+    def _finishes(self, node: Node) -> None:
+        """From here somebody gets to the end, and so from wherever one comes here without a crash."""
+        found = [node]
+        while found:
+            node = found.pop()
+            if node not in self._good:
+                self._good.add(node)
+                found += self._back.pop(node, ())
+
+    def _is_cut_off(self, node: Node) -> bool:
         reached = self.reached[node]
         return reached.steps > MOST_STEPS or (bool(node.idle) and reached.deliveries >= MAX_DELIVERIES)
 
