@@ -76,7 +76,7 @@ class PostgresDatabase:
         self._trusted = True
         self._direct: bool | None = None
         self._saved: tuple[Version, State] | None = None
-        self.version = Version({})
+        self.version = Version({}, real_time=True)
         self._read_schema()
         # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
         server = float(str(self._ask("SELECT extract(epoch FROM clock_timestamp())")[0][0]))
@@ -348,7 +348,7 @@ class PostgresDatabase:
             if relation is not before:
                 new[name] = relation
         same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
-        return self.version if same else Version(new)
+        return self.version if same else Version(new, real_time=True)
 
     def _log_position(self) -> str | None:
         return self._ask(_LOG)[0][0]
