@@ -219,9 +219,10 @@ class Chaos:
             escapes.claim_stream(stream)
         sources: list[Source] = [self._calls]
         if importlib.util.find_spec("sqlalchemy") is not None:
+            from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
 
-            sources.append(SqlSource(world))
+            sources += [PostgresSource(world), SqlSource(world)]
         if importlib.util.find_spec("redis") is not None:
             from retrychaos.world.redis import RedisSource
 

@@ -95,6 +95,8 @@ class Canon:
         """Texts that hold row ids, with # for each number, and whose ids these are."""
         self._masked: set[Place] = set()
         self._offsets: set[int] = {0}
+        self._real_offsets: set[int] = set()
+        """As _offsets, for times that a store has read off a clock of its own."""
         self._moments: frozenset[int] = frozenset()
         self._moments_of = (0, 0)
         self._draws = Draws(chance)
@@ -166,7 +168,13 @@ class Canon:
         right = Counter(self._form(place, other, row).template for row in other.rows)
         only_left, only_right = list((left - right).elements()), list((right - left).elements())
         learned = False
-        for mine, theirs in pairs(only_left, only_right, _apart):
+        paired = list(pairs(only_left, only_right, _apart))
+        leaves = [(a, b) for mine, theirs in paired for a, b in zip(mine, theirs, strict=True) if a != b]
+        if any([self._learn_real_time(a, b) for a, b in leaves]):
+            self._forget()
+            self.learn(place, one, other, ids)
+            return True
+        for mine, theirs in paired:
             differing = tuple(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             if all(self._learn_time(mine[i], theirs[i]) for i in differing):
                 learned = True
@@ -410,6 +418,9 @@ class Canon:
     def _note_ids(self, facts: Facts) -> None:
         """Remember which row ids the stores drew, so that references to them are recognised in other tables."""
         for resource, version in facts.items():
+            if version.real_time and not self._real_offsets:
+                self._real_offsets.add(0)
+                self._forget()
             for name, relation in version.relations.items():
                 for ids in relation.generated.values():
                     known = self._ids[(resource, name)]
@@ -499,7 +510,22 @@ class Canon:
         if key != self._moments_of:
             self._moments_of = key
             self._moments = frozenset(int(now) + off for now in self._clock.instants for off in self._offsets)
-        return at in self._moments
+        return at in self._moments or (bool(self._real_offsets) and self._is_real_time(at))
+
+    def _is_real_time(self, at: int) -> bool:
+        start, now = self._clock.real()
+        return any(int(start) <= at - offset <= now + 1 for offset in self._real_offsets)
+
+    def _learn_real_time(self, mine: Any, theirs: Any) -> bool:
+        """Two moments that are as far apart as the runs were in real time: some distance from a store's own clock."""
+        one, two = moment(mine), moment(theirs)
+        start, now = self._clock.real()
+        if not self._real_offsets or one is None or two is None or abs(one - two) > now - start + 1:
+            return False
+        offset = min(one, two) - int(start)
+        known = offset in self._real_offsets
+        self._real_offsets.add(offset)
+        return not known
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Version:
     relations: Mapping[str, Relation]
     expiries: tuple[float, ...] = ()
     """Instants of the virtual clock (seconds since the epoch) at which something in it ends."""
+    real_time: bool = False
+    """The store has a clock of its own, which shows real time: times in it may be that, too."""
 
 
 Facts: TypeAlias = Mapping[str, Version]

@@ -78,6 +78,10 @@ class Clock:
         """Seconds by which virtual time is ahead of the real one."""
         return self._now - (self._real + _real_monotonic() - self._started)
 
+    def real(self) -> tuple[float, float]:
+        """Real seconds since the epoch: when the check began, and now. A database server stamps rows with such times."""
+        return self._real, self._real + _real_monotonic() - self._started
+
     def set(self, instant: float) -> None:
         """Move the clock to `instant`."""
         self._now = instant

@@ -7,10 +7,9 @@ connection sees what goes past SQLAlchemy (raw cursors, executescript).
 from __future__ import annotations
 
 import contextlib
-import functools
 import sqlite3
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import event
@@ -22,7 +21,9 @@ from sqlalchemy.pool import Pool
 
 from retrychaos.model.errors import SharingError, WorldError
 from retrychaos.model.values import short
+from retrychaos.world.postgres_line import driver_of, holds_nothing
 from retrychaos.world.resource import Stage
+from retrychaos.world.sql_texts import texts
 from retrychaos.world.sqlite import Handle, SqliteDatabase, identify
 from retrychaos.world.sqlite_clock import follow_clock
 from retrychaos.world.sqlite_turns import TurnConnection, connecting
@@ -242,7 +243,7 @@ class SqlSource:
             if id(raw) in self._ignored:
                 return None
             if not isinstance(raw, sqlite3.Connection):
-                self._refuse_dialect(connection)
+                self._look_at_other(connection)
                 return None
             record = connection.connection._connection_record
             try:
@@ -324,19 +325,34 @@ class SqlSource:
         monitor_pool.dispose()
         return SqliteDatabase(self._stage, name, f"sqlite {path}", monitor, path)
 
+    def _look_at_other(self, connection: Connection) -> None:
+        """A server: PostgreSQL's drivers report steps themselves (postgres_hooks.py), others are refused."""
+        driver = driver_of(connection.connection.dbapi_connection)
+        if connection.dialect.name != "postgresql" or driver not in ("psycopg", "psycopg2"):
+            self._refuse_dialect(connection)
+        if connection.in_transaction() and connection not in self._begun:
+            self._stage.refuse(WorldError(f"{connection.engine.url.database}: {_why_open(connection)}"))
+        self._used.add(connection)
+
     def _refuse_dialect(self, connection: Connection) -> None:
+        dialect = connection.dialect
+        remedy = (
+            "Use psycopg 3 (postgresql+psycopg://) or psycopg2 (postgresql+psycopg2://) in tests"
+            if dialect.name == "postgresql"
+            else "Use an engine on SQLite (a file, or in memory with StaticPool), for instance chaos.sql, or PostgreSQL"
+        )
         self._stage.refuse(
             WorldError(
-                f"{connection.engine.url.render_as_string()}: databases of the kind '{connection.dialect.name}' are "
-                "not covered yet, and the check never touches a database that it cannot put back. Use an engine on "
-                "SQLite (a file, or in memory with StaticPool), for instance chaos.sql."
+                f"{connection.engine.url.render_as_string()}: databases of the kind '{dialect.name}' with the driver "
+                f"'{dialect.driver}' are not covered yet, and the check never touches a database that it cannot put "
+                f"back. {remedy}."
             )
         )
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _step(self, database: SqliteDatabase, handle: Handle, statement: str, row: Any, parameters: Any) -> None:
-        text, template = _texts(statement)
+        text, template = texts(statement)
         self._watch_out(database, text)
         effect = database.effect_of(statement, row)
         detail = f"{text} {short(parameters)}" if parameters and self._stage.traced else text
@@ -387,7 +403,7 @@ class SqlSource:
             self._raw(database, handle, statement)
 
     def _raw(self, database: SqliteDatabase, handle: Handle, statement: str) -> None:
-        text, template = _texts(statement)
+        text, template = texts(statement)
         self._watch_out(database, text)
         effect = database.effect_of(statement, ())
         if effect.fires and not handle.in_transaction:
@@ -397,34 +413,6 @@ class SqlSource:
             )
         self._stage.step("sql", database, template, text)
         database.wrote(handle, effect)
-
-
-@functools.lru_cache(maxsize=4096)
-def _texts(statement: str) -> tuple[str, str]:
-    """A statement on one line, and the same without the values written in it: what two runs have in common."""
-    text = " ".join(statement.split()).rstrip(";")
-    return text, _template(text)
-
-
-def _template(text: str) -> str:
-    out: list[str] = []
-    quoted = False
-    for piece in text.split("'"):
-        out.append("?" if quoted else "".join(_digits(piece)))
-        quoted = not quoted
-    return "".join(out)
-
-
-def _digits(piece: str) -> Iterator[str]:
-    number = False
-    for char in piece:
-        if char.isdigit():
-            if not number:
-                yield "?"
-            number = True
-        else:
-            number = False
-            yield char
 
 
 def _live_sessions() -> list[Session]:
@@ -454,8 +442,12 @@ def _close_idle_transactions() -> None:
         if session.in_nested_transaction():
             continue
         raws = [connection.connection.dbapi_connection for connection in _connections(session)]
-        if not any(getattr(raw, "in_transaction", True) for raw in raws):
+        if not any(_is_busy(raw) for raw in raws):
             session.rollback()
+
+
+def _is_busy(raw: Any) -> bool:
+    return bool(raw.in_transaction) if isinstance(raw, sqlite3.Connection) else not holds_nothing(raw)
 
 
 def _why_open(connection: Connection) -> str:

@@ -1,0 +1,400 @@
+"""A PostgreSQL database as a resource: committed rows as facts, restored by their difference to what is there.
+
+The server itself is asked what a transaction changed, never the text of its statements: just before a commit, the locks
+of its backend name every table that it has written, through triggers, cascades and functions too. The position in the
+write-ahead log tells whether anything was committed at all. Rows are read by a connection of the harness, which sees
+committed work only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from retrychaos.model.errors import WorldError
+from retrychaos.model.ledger import Version
+from retrychaos.world.postgres_catalog import MARK, Schema
+from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, Line, LineError, backend, finish, run, standing
+from retrychaos.world.postgres_rows import Reader, Rows, changes
+from retrychaos.world.resource import Blob, Stage
+
+_LOG = "SELECT pg_current_wal_insert_lsn()::text"
+_HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
+_LARGE_OBJECTS = 2613
+_FAR = 110.0
+"""Seconds; more than the second clean run is ahead."""
+_HARMLESS = frozenset(
+    ("SELECT", "INSERT", "UPDATE", "DELETE", "MERGE", "FETCH", "MOVE", "COPY", "VALUES", "EXECUTE", "EXPLAIN", "BEGIN")
+    + ("START", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE", "SET", "RESET", "SHOW", "LOCK", "PREPARE", "DEALLOCATE")
+    + ("LISTEN", "UNLISTEN", "NOTIFY", "ANALYZE", "VACUUM", "CHECKPOINT", "TRUNCATE", "DECLARE", "CLOSE")
+)
+"""First words of the tags of commands that change no schema by themselves."""
+_WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
+
+
+@dataclass(eq=False)
+class Handle:
+    """One connection of the job to the database, tracked while a delivery runs."""
+
+    raw: Any
+    record: Any
+    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a plain connection."""
+    pid: int | None
+    """Of its backend, if its locks can be seen there."""
+    unhooked: bool = False
+    """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
+    open: bool = False
+    """A transaction was open after its last statement."""
+    wrote: bool = False
+    lost: bool = False
+    altered: bool = False
+    """A command has run in the open transaction that may have changed the schema."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What restores a version: rows as text by table, and where sequences stand."""
+
+    rows: Mapping[int, Rows]
+    sequences: Mapping[int, tuple[int, bool]]
+
+
+class PostgresDatabase:
+    """One database of a PostgreSQL server."""
+
+    def __init__(self, stage: Stage, name: str, label: str, line: Line) -> None:
+        self.stage = stage
+        self.name = name
+        self.label = label
+        self.handles: dict[int, Handle] = {}
+        self._line = line
+        self._dirty: set[int] | None = set()
+        """Tables to be read again at the next look; None: all."""
+        self._trusted = True
+        self._direct: bool | None = None
+        self._saved: tuple[Version, State] | None = None
+        self.version = Version({}, real_time=True)
+        self._read_schema()
+        # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
+        server = float(str(self._ask("SELECT extract(epoch FROM clock_timestamp())")[0][0]))
+        self._clock = server - stage.now()
+        self._met = stage.now()
+        self._log = self._log_position()
+        self._full_log = self._log
+        self.version = self._read(None)
+
+    @property
+    def schema(self) -> Schema:
+        return self._schema
+
+    # -- what hooks tell --------------------------------------------------------------------------------------------
+
+    def follow(self, raw: Any, record: Any, unhooked: bool) -> Handle:
+        """A connection of the job, from its first use in this delivery on."""
+        handle = self.handles.get(id(raw))
+        if handle is None:
+            pid = backend(raw)
+            if self._direct is None:
+                # Behind a pooler the pid is not that of a backend, and locks could not be found by it.
+                seen = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND datname = current_database()"
+                self._direct = bool(self._ask(seen))
+            handle = self.handles[id(raw)] = Handle(raw, record, pid if self._direct else None, unhooked)
+        return handle
+
+    def looks_at_clock(self, text: str) -> bool:
+        """The statement may use the server's clock, and the virtual one is far ahead of that."""
+        return self._schema.mentions("time", text) and self.stage.now() - self._met - self._clock > _FAR
+
+    def settle(self, handle: Handle) -> None:
+        """Before a boundary: has a transaction ended without a hook having seen it?"""
+        if handle.open and standing(handle.raw) == IDLE:
+            self.ended(handle)
+
+    def ended(self, handle: Handle) -> None:
+        """A transaction or statement is over, and nobody was asked before what it wrote."""
+        altered, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
+        self._dirty = None
+        self.stage.touched(self)
+        if altered:
+            self._refuse_new_schema()
+
+    def executed(self, handle: Handle, tags: Sequence[str], was_idle: bool) -> None:
+        """A statement has run; `tags`: what the server called it."""
+        words = [tag.split(" ", 1)[0] for tag in tags if tag]
+        handle.altered = handle.altered or not _HARMLESS.issuperset(words)
+        handle.wrote = handle.wrote or not _WRITERS.isdisjoint(words)
+        status = standing(handle.raw)
+        if status in (IN_TRANSACTION, FAILED):
+            handle.open = True
+            if handle.unhooked:
+                self.stage.touched(self)
+        elif status == IDLE:
+            self.ended(handle)
+            if was_idle and not {"CALL", "DO"}.isdisjoint(words):
+                self.stage.doubt(
+                    f"a procedure on {self.label} ran outside a transaction ({tags[-1]}): it may commit on its own, "
+                    "and boundaries inside it are not seen. Call it in a transaction."
+                )
+
+    def committing(self, handle: Handle) -> None:
+        """A COMMIT comes next. What it commits is read at the next boundary."""
+        status = standing(handle.raw)
+        wrote_schema, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
+        if status != IN_TRANSACTION:
+            return
+        self.stage.touched(self)
+        if handle.pid is None:
+            self._dirty = None
+        else:
+            locks = self._ask(
+                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND locktype = 'relation' "
+                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock')"
+            )
+            tables = {int(str(relation)) for relation, _ in locks if int(str(relation)) >= 16384}
+            heavy = any(mode in _HEAVY for _, mode in locks)
+            if any(relation == str(_LARGE_OBJECTS) for relation, _ in locks):
+                self._refuse_large_objects()
+            self._check_tables(tables)
+            known = tables & self._schema.tables.keys()
+            wrote_schema = wrote_schema or heavy or bool(tables - self._schema.oids)
+            if self._dirty is not None:
+                self._dirty |= known
+        if wrote_schema and run(handle.raw, MARK)[0][0] != self._schema.mark:
+            self._refuse_ddl("is about to change")
+
+    def _check_tables(self, tables: set[int]) -> None:
+        for oid in tables & self._schema.empty.keys():
+            self.stage.refuse(
+                WorldError(
+                    f"the job fills the materialized view {self._schema.empty[oid]} of {self.label}, which was never "
+                    "refreshed: that state cannot be put back. Refresh it before the check."
+                )
+            )
+        for oid in tables & self._schema.foreign.keys():
+            self.stage.refuse(
+                WorldError(
+                    f"the job writes to the foreign table {self._schema.foreign[oid]} of {self.label}: its rows live "
+                    "in another store, which the check can neither see nor put back. Use a plain table in tests."
+                )
+            )
+        for category, told in (("notify", "sends a NOTIFY"), ("outside", "reaches outside the database")):
+            if tables & self._schema.triggers[category]:
+                self.stage.doubt(f"effect outside the ledger: a trigger on {self.label} {told}")
+
+    # -- Resource ---------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Version:
+        for handle in self.handles.values():
+            if handle.unhooked and handle.open:
+                self.settle(handle)
+                if handle.open:
+                    self.stage.touched(self)
+        if self._dirty is None or self._dirty:
+            dirty, self._dirty = self._dirty, set()
+            log = self._log_position()
+            if log != self._log:
+                self._log = log
+                self.version = self._read(dirty)
+        return self.version
+
+    def sweep(self) -> Version:
+        self.refresh()
+        log = self._log_position()
+        if log != self._full_log:
+            self._log = self._full_log = log
+            before = self.version
+            self.version = self._read(None)
+            if self.version is not before:
+                self.stage.doubt(
+                    f"{self.label} was changed by a connection that the check did not see, so crashes around that "
+                    "change were not tried. Let the job open its connections through a SQLAlchemy engine."
+                )
+            self._refuse_new_schema()
+        return self.version
+
+    def save(self) -> Blob:
+        rows = self._reader.rows
+        sequences = self._reader.sequences()
+        saved = self._saved
+        if saved is None or saved[0] is not self.version or saved[1].sequences != sequences:
+            self._saved = (self.version, State(dict(rows), sequences))
+        assert self._saved is not None
+        return self._saved[1]
+
+    def restore(self, version: Version, blob: State) -> None:
+        self._dirty = set()
+        try:
+            log = self._log_position()
+            if not self._trusted or log != self._log:
+                self._reader.read(None)
+                self._trusted = True
+            if self._put_back(blob):
+                log = self._log_position()
+        except LineError as problem:
+            raise WorldError(
+                f"{self.label} cannot be restored ({problem}). Every delivery has to start from an exact state, so the "
+                "check stops here. Close other connections with open transactions: in tests and fixtures, commit or "
+                "close a session before the check."
+            ) from problem
+        self._log = self._full_log = log
+        self.version = version
+        self._saved = (version, blob)
+
+    def _put_back(self, blob: State) -> bool:
+        sequences = self._reader.sequences()
+        statements = [
+            f"SELECT setval({oid}::regclass, {value}, {str(called).lower()})"
+            for oid, (value, called) in blob.sequences.items()
+            if sequences.get(oid) != (value, called)
+        ]
+        wanted = {
+            oid: rows
+            for oid, rows in blob.rows.items()
+            if self._is_table(oid) and (there := self._reader.rows.get(oid)) is not rows and there != rows
+        }
+        if wanted:
+            self._reader.locate(wanted)
+            for oid, rows in wanted.items():
+                statements += changes(self._schema.tables[oid], self._reader.located[oid], rows)
+        if statements:
+            self._ask_plain("; ".join(statements))
+            self._reader.replaced(wanted)
+        views = {
+            oid for oid, rows in blob.rows.items() if not self._is_table(oid) and self._reader.rows.get(oid) != rows
+        }
+        if views:
+            self._refresh_views(views, blob)
+        self._reader.sequences_are(blob.sequences)
+        return bool(statements or views)
+
+    def _is_table(self, oid: int) -> bool:
+        return self._schema.tables[oid].kind == "r"
+
+    def _refresh_views(self, views: Iterable[int], blob: State) -> None:
+        names = [self._schema.tables[oid].place for oid in sorted(views)]
+        self._ask_plain("; ".join(f"REFRESH MATERIALIZED VIEW {name}" for name in names))
+        self._reader.read(set(views))
+        for oid in views:
+            if Counter(self._reader.rows[oid]) != Counter(blob.rows[oid]):
+                raise WorldError(
+                    f"the materialized view {self._schema.tables[oid].relation} of {self.label} held something else "
+                    "than its query gives now, and cannot be put back. Refresh it before the check."
+                )
+
+    def end_delivery(self) -> Sequence[str]:
+        lost = False
+        for handle in self.handles.values():
+            lost = lost or handle.lost
+            self._drop(handle)
+        self.handles.clear()
+        if not lost:
+            return ()
+        return (
+            f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
+            "before returning",
+        )
+
+    def shift(self, seconds: float) -> None:
+        """The server's clock cannot be moved."""
+
+    def land(self, ahead: float) -> None:
+        """Nothing in a database ends by itself."""
+
+    def shift_ids(self, by: int) -> None:
+        """Let every sequence draw other numbers, disjoint per sequence, as a busy database would."""
+        statements = []
+        moved: dict[int, tuple[int, bool]] = {}
+        for number, (oid, (value, _)) in enumerate(sorted(self._reader.sequences().items()), start=1):
+            sequence = self._schema.sequences[oid]
+            target = value + by * number * (1 if sequence.increment > 0 else -1)
+            if sequence.lowest <= target <= sequence.highest - by:
+                moved[oid] = (target, True)
+                statements.append(f"SELECT setval({oid}::regclass, {target}, true)")
+        if statements:
+            self._ask("; ".join(statements))
+            self._reader.sequences_are(moved)
+            self._log = self._full_log = self._log_position()
+
+    def distrust(self) -> None:
+        self._trusted = False
+
+    def close(self) -> None:
+        self.handles.clear()
+        self._line.hang_up()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _read_schema(self) -> None:
+        try:
+            self._schema = Schema(self._line)
+            self._reader = Reader(self._line, self._schema)
+        except LineError as problem:
+            raise WorldError(f"the catalog of {self.label} cannot be read: {problem}") from problem
+
+    def _read(self, oids: set[int] | None) -> Version:
+        """The committed state; only the tables in `oids` are read again (None: all of them)."""
+        try:
+            names = self._reader.read(oids)
+        except LineError as problem:
+            self.stage.refuse(WorldError(f"{self.label} cannot be read: {problem}"))
+        old = self.version.relations
+        new = dict(old)
+        for name in names:
+            before = old.get(name)
+            relation = self._reader.relation(name, before)
+            if relation is not before:
+                new[name] = relation
+        same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
+        return self.version if same else Version(new, real_time=True)
+
+    def _log_position(self) -> str | None:
+        return self._ask(_LOG)[0][0]
+
+    def _ask(self, sql: str) -> list[tuple[str | None, ...]]:
+        try:
+            return self._line.ask(sql)
+        except LineError as problem:
+            self.stage.refuse(
+                WorldError(f"{self.label} does not answer the check, which is lost without it: {problem}")
+            )
+
+    def _ask_plain(self, sql: str) -> None:
+        self._line.ask(sql)
+
+    # -- refusing ---------------------------------------------------------------------------------------------------
+
+    def _refuse_new_schema(self) -> None:
+        if self._ask(MARK)[0][0] != self._schema.mark:
+            self._refuse_ddl("has changed")
+
+    def _refuse_ddl(self, how: str) -> NoReturn:
+        self.stage.refuse(
+            WorldError(
+                f"the job {how} the schema of {self.label} (CREATE, ALTER, DROP, large objects or a prepared "
+                "transaction). The check puts back rows and sequences of PostgreSQL, not schemas, so deliveries after "
+                "it would start from a wrong state. Remedy: do such things before the check (migrations, fixtures); in "
+                "the job use temporary tables, DELETE or TRUNCATE."
+            )
+        )
+
+    def _refuse_large_objects(self) -> NoReturn:
+        self.stage.refuse(
+            WorldError(
+                f"the job works with large objects of {self.label}, which the check can neither compare nor put back. "
+                "Use a bytea column, or declare the function that stores them with chaos.watch."
+            )
+        )
+
+    def _drop(self, handle: Handle) -> None:
+        """Its locks are gone before this returns; a closed socket alone would leave that to the server's leisure."""
+        with contextlib.suppress(Exception):
+            if standing(handle.raw) in (IN_TRANSACTION, FAILED):
+                handle.raw.rollback()
+            run(handle.raw, "SELECT pg_advisory_unlock_all()")
+        if handle.record is not None:
+            handle.record.invalidate()
+        with contextlib.suppress(Exception):
+            finish(handle.raw)

@@ -1,0 +1,412 @@
+"""Hooks on psycopg 3 and psycopg2: every statement and commit of a job on a PostgreSQL connection is a step.
+
+psycopg 3 is written in Python, so its classes are patched. The classes of psycopg2 cannot be: its connections get
+another cursor class, SQLAlchemy's proxy of a connection tells of commits, and what passes both is noticed at the next
+boundary by the state of the transaction. Connections are followed when they leave SQLAlchemy's pool, plain ones at
+their first statement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.engine.default import DefaultDialect
+from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.pool import Pool
+from sqlalchemy.pool.base import _ConnectionFairy
+
+from retrychaos.model.errors import WorldError
+from retrychaos.model.values import short
+from retrychaos.world.postgres import Handle, PostgresDatabase
+from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, cut_off, driver_of, standing
+from retrychaos.world.postgres_servers import Servers
+from retrychaos.world.resource import Stage
+from retrychaos.world.sql_texts import texts
+
+_DRIVERS = ("psycopg", "psycopg2")
+_MISSING = object()
+_OPEN = (
+    "the connection was already inside a transaction when the check began, so what the job commits there is not what a "
+    "crash would leave. Commit or close it in the fixture before the check, and let the job open its own."
+)
+_forks = itertools.count(1)
+_process = 0
+
+
+def _forked() -> None:
+    global _process
+    _process = next(_forks)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class PostgresSource:
+    """Hooks into the drivers while installed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._servers = Servers(stage)
+        self._followed: dict[int, tuple[PostgresDatabase, Handle]] = {}
+        self._resting: dict[int, Any] = {}
+        """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
+        self._process = 0
+        self._patched: list[tuple[Any, str, Any]] = []
+        self._drivers: set[str] = set()
+        self._factories: list[tuple[Any, Any]] = []
+        self._busy = 0
+        self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Pool, "connect", self._on_connect),
+            (Pool, "checkout", self._on_checkout),
+            (DefaultDialect, "do_connect", self._on_do_connect),
+        ]
+        self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    # -- Source -------------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        self._process = _process
+        for target, name, listener in self._listeners:
+            event.listen(target, name, listener)
+            self._installed.append((target, name, listener))
+        if hasattr(DefaultDialect, "_do_ping_w_event"):
+            self._patch(DefaultDialect, "_do_ping_w_event", self._ping)
+        self._patch(_ConnectionFairy, "cursor", self._fairy_cursor)
+        self._patch(_ConnectionFairy, "commit", self._fairy_commit)
+        for driver in _DRIVERS:
+            if driver in sys.modules:
+                self._prepare(driver)
+
+    def end_delivery(self) -> None:
+        for _, handle in self._followed.values():
+            handle.lost = handle.wrote and standing(handle.raw) == IN_TRANSACTION
+        self._restore_factories()
+        self._followed.clear()
+        self._resting.clear()
+        self._busy = 0
+
+    def uninstall(self) -> None:
+        while self._installed:
+            event.remove(*self._installed.pop())
+        while self._patched:
+            owner, name, original = self._patched.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._drivers.clear()
+        self._restore_factories()
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = owner.__dict__.get(name, _MISSING)
+        self._patched.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+    def _prepare(self, driver: str) -> None:
+        if driver in self._drivers:
+            return
+        self._drivers.add(driver)
+        if driver == "psycopg":
+            import psycopg
+            from psycopg._connection_base import BaseConnection
+
+            self._patch(psycopg.Cursor, "execute", self._execute)
+            self._patch(psycopg.Cursor, "executemany", self._execute)
+            self._patch(psycopg.Cursor, "stream", self._stream)
+            self._patch(psycopg.Cursor, "copy", self._copy)
+            self._patch(psycopg.ServerCursor, "execute", self._execute)
+            self._patch(psycopg.Connection, "pipeline", self._pipeline)
+            self._patch(BaseConnection, "_exec_command", self._command)
+
+    def _restore_factories(self) -> None:
+        for raw, factory in self._factories:
+            with contextlib.suppress(Exception):
+                raw.cursor_factory = factory
+        self._factories.clear()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _on_do_connect(self, dialect: Any, record: Any, arguments: Any, parameters: dict[str, Any]) -> None:
+        if self._stage.running and dialect.name == "postgresql" and dialect.driver in _DRIVERS:
+            # A crash is a snapshot here, so nothing has to reach the disk. The connection ends with the delivery.
+            asked = f"{parameters.get('options') or ''} -c synchronous_commit=off".strip()
+            if not arguments or "options" not in str(arguments[0]):
+                parameters["options"] = asked
+
+    def _on_connect(self, raw: Any, record: Any) -> None:
+        if self._stage.running and driver_of(raw) in _DRIVERS:
+            self._prepare(driver_of(raw))
+            self._resting[id(raw)] = raw
+
+    def _on_checkout(self, raw: Any, record: Any, fairy: Any) -> None:
+        if not self._stage.running or driver_of(raw) not in _DRIVERS:
+            return
+        if self._is_strange(raw):
+            cut_off(raw)
+            raise DisconnectionError
+        self._prepare(driver_of(raw))
+        self.follow(raw, record)
+
+    def _is_strange(self, raw: Any) -> bool:
+        """It was opened before this process was forked, and belongs to the parent."""
+        return _process != self._process and id(raw) not in self._resting and id(raw) not in self._followed
+
+    def follow(self, raw: Any, record: Any = None) -> tuple[PostgresDatabase, Handle] | None:
+        """The database of a connection; None if what happens there is none of our business."""
+        found = self._followed.get(id(raw))
+        if found is not None:
+            return found
+        if self._is_strange(raw):
+            cut_off(raw)
+            self._stage.refuse(
+                WorldError(
+                    "the job uses a connection that was opened before the check, and that a forked process cannot "
+                    "share with its parent. Pass the engine to the job, not an open connection."
+                )
+            )
+        status = standing(raw)
+        if status in (IN_TRANSACTION, FAILED):
+            self._stage.refuse(WorldError(_OPEN))
+        quiet, self._stage.quiet = self._stage.quiet, True
+        try:
+            database = self._servers.of(raw)
+            handle = database.follow(raw, record, driver_of(raw) == "psycopg2")
+        except WorldError as problem:
+            self._stage.refuse(problem)
+        finally:
+            self._stage.quiet = quiet
+        if handle.unhooked:
+            self._factories.append((raw, raw.cursor_factory))
+            raw.cursor_factory = self._cursor_class(raw.cursor_factory)
+        self._followed[id(raw)] = (database, handle)
+        return database, handle
+
+    def _ping(self, original: Any) -> Any:
+        def _do_ping_w_event(dialect: Any, raw: Any) -> Any:
+            if not self._stage.running or driver_of(raw) not in _DRIVERS:
+                return original(dialect, raw)
+            if self._is_strange(raw):
+                cut_off(raw)
+            quiet, self._stage.quiet = self._stage.quiet, True
+            try:
+                return original(dialect, raw)
+            finally:
+                self._stage.quiet = quiet
+
+        return _do_ping_w_event
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _of(self, raw: Any) -> tuple[PostgresDatabase, Handle] | None:
+        if not self._stage.running or self._busy or (id(raw) in self._resting and id(raw) not in self._followed):
+            return None
+        return self.follow(raw)
+
+    @contextlib.contextmanager
+    def _statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> Iterator[None]:
+        """A statement runs inside: before it is a boundary, after it we know whether it has committed."""
+        found = self._of(raw)
+        if found is None:
+            yield
+            return
+        database, handle = found
+        text, template = texts(_query_text(query, raw))
+        self._watch_out(database, text)
+        database.settle(handle)
+        detail = f"{text} {short(values)}" if values and self._stage.traced else text
+        self._stage.step("sql", database, template, detail)
+        was_idle = standing(raw) == IDLE
+        word = text[:9].upper()
+        if not was_idle and word.startswith(("COMMIT", "END")):
+            database.committing(handle)
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            database.executed(handle, _tags(cursor), was_idle)
+
+    def _commit(self, raw: Any) -> None:
+        found = self._of(raw)
+        if found is None or standing(raw) not in (IN_TRANSACTION, FAILED):
+            return
+        database, handle = found
+        self._stage.step("commit", database, "COMMIT", "COMMIT")
+        database.committing(handle)
+
+    def _watch_out(self, database: PostgresDatabase, text: str) -> None:
+        start = text[:20].upper()
+        if start.startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
+            self._refuse_two_phases(database)
+        if ";" in text and " COMMIT" in text.upper().replace(";", " "):
+            self._stage.doubt(
+                f"several statements with a COMMIT among them were sent at once to {database.label}: boundaries inside "
+                "are not seen. Send them one by one."
+            )
+        schema = database.schema
+        if schema.mentions("notify", text):
+            self._stage.doubt(f"effect outside the ledger: {text[:80]} on {database.label} sends a NOTIFY")
+        if schema.mentions("outside", text):
+            self._stage.doubt(
+                f"effect outside the ledger: {text[:80]} on {database.label} reaches outside the database"
+            )
+        if database.looks_at_clock(text):
+            self._stage.refuse(
+                WorldError(
+                    f"the job never gets further unless time goes by, and it looks at the clock of {database.label} "
+                    f"({text[:80]}), which the check cannot move. So it cannot be told whether the job is stuck. "
+                    "Compare with a time that the job passes in (datetime.now(timezone.utc)), which the check moves."
+                )
+            )
+
+    def _refuse_two_phases(self, database: PostgresDatabase) -> None:
+        self._stage.refuse(
+            WorldError(
+                f"the job prepares a transaction for two-phase commit on {database.label}. It outlives the process and "
+                "keeps its locks, so no state after it could be put back. Use plain transactions under the check."
+            )
+        )
+
+    # -- psycopg 3 ----------------------------------------------------------------------------------------------------
+
+    def _execute(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def execute(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not self._stage.running or self._busy:
+                return original(cursor, query, params, *args, **kwargs)
+            if not isinstance(params, dict | list | tuple | None) and original.__name__ == "executemany":
+                params = list(params)
+            with self._statement(cursor._conn, query, params, cursor):
+                return original(cursor, query, params, *args, **kwargs)
+
+        return execute
+
+    def _stream(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def stream(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+            with self._statement(cursor._conn, query, params, None):
+                pass
+            yield from original(cursor, query, params, *args, **kwargs)
+
+        return stream
+
+    def _copy(self, original: Any) -> Any:
+        @functools.wraps(original)
+        @contextlib.contextmanager
+        def copy(cursor: Any, statement: Any, params: Any = None, **kwargs: Any) -> Iterator[Any]:
+            with self._statement(cursor._conn, statement, params, cursor):
+                with original(cursor, statement, params, **kwargs) as copying:
+                    yield copying
+
+        return copy
+
+    def _pipeline(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def pipeline(raw: Any) -> Any:
+            if self._of(raw) is not None:
+                self._stage.refuse(
+                    WorldError(
+                        "the job uses psycopg's pipeline mode: its statements are sent together, so what a crash "
+                        "between them leaves cannot be seen. Do without pipeline() under the check."
+                    )
+                )
+            return original(raw)
+
+        return pipeline
+
+    def _command(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stage.running and not self._busy and isinstance(command, bytes) and driver_of(raw) == "psycopg":
+                if command == b"COMMIT":
+                    self._commit(raw)
+                elif command.startswith((b"PREPARE TRANSACTION", b"COMMIT PREPARED")):
+                    found = self._of(raw)
+                    if found is not None:
+                        self._refuse_two_phases(found[0])
+            result = yield from original(raw, command, *args, **kwargs)
+            return result
+
+        return _exec_command
+
+    # -- psycopg2 -----------------------------------------------------------------------------------------------------
+
+    def _fairy_commit(self, original: Any) -> Any:
+        def commit(fairy: Any) -> Any:
+            raw = fairy.dbapi_connection
+            if self._stage.running and driver_of(raw) == "psycopg2":
+                self._commit(raw)
+            return raw.commit()
+
+        return commit
+
+    def _fairy_cursor(self, original: Any) -> Any:
+        def cursor(fairy: Any, *args: Any, **kwargs: Any) -> Any:
+            raw = fairy.dbapi_connection
+            if self._stage.running and kwargs.get("cursor_factory") and driver_of(raw) == "psycopg2":
+                kwargs["cursor_factory"] = self._cursor_class(kwargs["cursor_factory"])
+            return original(fairy, *args, **kwargs)
+
+        return cursor
+
+    def _cursor_class(self, base: Any) -> Any:
+        from psycopg2 import extensions
+
+        source = self
+
+        class Cursor(base or extensions.cursor):  # type: ignore[misc]
+            def execute(self, query: Any, vars: Any = None) -> Any:
+                with source._statement(self.connection, query, vars, self):
+                    return super().execute(query, vars)
+
+            def executemany(self, query: Any, vars_list: Any) -> Any:
+                if source._stage.running and not source._busy and self.connection.autocommit:
+                    for row in vars_list:  # each is committed by itself
+                        self.execute(query, row)
+                    return None
+                rows = list(vars_list)
+                with source._statement(self.connection, query, rows, self):
+                    return super().executemany(query, rows)
+
+            def callproc(self, procname: Any, parameters: Any = None) -> Any:
+                with source._statement(self.connection, f"CALL {procname}", parameters, self):
+                    return super().callproc(procname, parameters) if parameters else super().callproc(procname)
+
+            def copy_expert(self, sql: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+                with source._statement(self.connection, sql, None, self):
+                    return super().copy_expert(sql, file, *args, **kwargs)
+
+            def copy_from(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
+                with source._statement(self.connection, f"COPY {table} FROM STDIN", None, self):
+                    return super().copy_from(file, table, *args, **kwargs)
+
+            def copy_to(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
+                with source._statement(self.connection, f"COPY {table} TO STDOUT", None, self):
+                    return super().copy_to(file, table, *args, **kwargs)
+
+        return Cursor
+
+
+def _query_text(query: Any, raw: Any) -> str:
+    if isinstance(query, str):
+        return query
+    if isinstance(query, bytes):
+        return query.decode("utf-8", "replace")
+    return str(query.as_string(raw)) if hasattr(query, "as_string") else str(query)
+
+
+def _tags(cursor: Any) -> list[str]:
+    """What the server called the commands that a cursor has just run."""
+    results = getattr(cursor, "_results", None)
+    if results:
+        statuses = [result.command_status for result in results[:8] + results[-1:]]
+        return [status.decode() for status in statuses if status]
+    status = getattr(cursor, "statusmessage", None)
+    return [status] if status else []

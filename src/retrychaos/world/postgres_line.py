@@ -1,0 +1,222 @@
+"""The harness's own connection to a PostgreSQL database: to look and to put back, never to be seen by the hooks.
+
+Rows come as the text that PostgreSQL itself writes, so that no adapter of the user's is involved. Also here: what is
+asked of a job's own connection without its driver noticing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import Any, ClassVar, TypeAlias
+
+from retrychaos.model.errors import WorldError
+
+Text: TypeAlias = tuple[str | None, ...]
+
+IDLE, ACTIVE, IN_TRANSACTION, FAILED, UNKNOWN = range(5)
+"""How a connection stands, in the numbers of libpq that both drivers use."""
+
+_SETTINGS = (
+    "SET session_replication_role = replica",  # no trigger and no foreign key stands in the way of putting back
+    "SET synchronous_commit = off",
+    "SET lock_timeout = '300ms'",
+    "SET statement_timeout = 0",
+    "SET idle_in_transaction_session_timeout = 0",
+    "SET default_transaction_read_only = off",
+    "SET default_transaction_isolation = 'read committed'",
+    "SET row_security = off",
+    "SET client_encoding = 'UTF8'",
+    "SET standard_conforming_strings = on",
+    "SET TimeZone = 'UTC'",
+    "SET DateStyle = 'ISO, YMD'",
+    "SET IntervalStyle = 'postgres'",
+    "SET bytea_output = 'hex'",
+    "SET extra_float_digits = 1",
+    "SET jit = off",
+)
+_LOCKED = "55P03"
+_GOOD = (1, 2)
+"""PGRES_COMMAND_OK and PGRES_TUPLES_OK."""
+
+
+class LineError(Exception):
+    """The server refused what the harness asked. ``locked``: somebody else is in the way."""
+
+    def __init__(self, message: str, state: str | None) -> None:
+        super().__init__(message.strip())
+        self.locked = state == _LOCKED
+
+
+class Line:
+    """A connection of the harness to the database that a job's connection goes to."""
+
+    _all: ClassVar[weakref.WeakSet[Line]] = weakref.WeakSet()
+    _orphans: ClassVar[list[Any]] = []
+    """In a forked child: connections of the parent. They must never be closed from here, that would end its session."""
+
+    def __init__(self, like: Any) -> None:
+        self._dial = _dialler(like)
+        self._raw: Any = None
+        Line._all.add(self)
+
+    def ask(self, sql: str) -> list[Text]:
+        """The rows of the last of several statements, which run as one transaction. Raises LineError."""
+        if self._raw is None:
+            self._raw = self._dial()
+            for setting in _SETTINGS:
+                self._set(setting)
+        return run(self._raw, sql)
+
+    def _set(self, setting: str) -> None:
+        try:
+            run(self._raw, setting)
+        except LineError as problem:
+            self.hang_up()
+            if "session_replication_role" not in setting:
+                raise
+            raise WorldError(
+                f"the job's database role may not set session_replication_role ({problem}), and without it rows cannot "
+                "be put back past triggers and foreign keys. Use a superuser for tests, or let a superuser run: "
+                "GRANT SET ON PARAMETER session_replication_role TO the role of the job (PostgreSQL 15 or newer)."
+            ) from problem
+
+    def hang_up(self) -> None:
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            with contextlib.suppress(Exception):
+                finish(raw)
+
+    def drop(self) -> None:
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            Line._orphans.append(raw)
+
+
+def _drop_lines() -> None:
+    for line in list(Line._all):
+        line.drop()
+
+
+os.register_at_fork(after_in_child=_drop_lines)
+
+
+# -- two drivers ------------------------------------------------------------------------------------------------------
+
+
+def driver_of(raw: Any) -> str:
+    """``psycopg``, ``psycopg2``, or another word if it is a connection that cannot be followed."""
+    for kind in type(raw).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package == "psycopg" and kind.__name__ == "Connection":
+            return "psycopg"
+        if package == "psycopg2" and kind.__name__ == "connection":
+            return "psycopg2"
+    return type(raw).__module__.partition(".")[0]
+
+
+def standing(raw: Any) -> int:
+    """Is a transaction open on a connection? Known without asking the server."""
+    if getattr(raw, "closed", False):
+        return UNKNOWN
+    return int(raw.info.transaction_status)
+
+
+def backend(raw: Any) -> int:
+    return int(raw.info.backend_pid)
+
+
+def holds_nothing(raw: Any) -> bool:
+    """The transaction open on a connection has written nothing, says the server. False for other drivers."""
+    if driver_of(raw) not in ("psycopg", "psycopg2"):
+        return False
+    if standing(raw) in (IDLE, FAILED):
+        return True
+    try:
+        return run(raw, "SELECT pg_current_xact_id_if_assigned()")[0][0] is None
+    except LineError:
+        return False
+
+
+def cut_off(raw: Any) -> None:
+    """Take the socket from a connection that belongs to another process, so that closing it says nothing there."""
+    with contextlib.suppress(Exception):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, raw.fileno(), inheritable=False)
+        os.close(nowhere)
+
+
+def run(raw: Any, sql: str) -> list[Text]:
+    """Run statements on a connection, past its driver's idea of transactions; the rows of the last one."""
+    pgconn = raw if hasattr(raw, "exec_") else getattr(raw, "pgconn", None)
+    if pgconn is None:
+        return _run_psycopg2(raw, sql)
+    result = pgconn.exec_(sql.encode("utf-8", "surrogateescape"))
+    if result.status not in _GOOD:
+        state = result.error_field(ord("C"))
+        message = result.error_message or pgconn.error_message or b"no answer"
+        raise LineError(message.decode("utf-8", "replace"), state.decode() if state else None)
+    value, columns = result.get_value, range(result.nfields)
+    return [tuple([_decoded(value(row, column)) for column in columns]) for row in range(result.ntuples)]
+
+
+def _decoded(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "surrogateescape")
+
+
+def _run_psycopg2(raw: Any, sql: str) -> list[Text]:
+    import psycopg2
+    from psycopg2 import extensions
+
+    cursor = extensions.cursor(raw)
+    try:
+        as_text = extensions.new_type(tuple(extensions.string_types), "RETRYCHAOS_TEXT", lambda value, _: value)
+        extensions.register_type(as_text, cursor)
+        cursor.execute(sql)
+        return list(cursor.fetchall()) if cursor.description else []
+    except psycopg2.Error as error:
+        raise LineError(str(error), error.pgcode) from error
+    finally:
+        cursor.close()
+
+
+def finish(raw: Any) -> None:
+    """Close a connection of either kind."""
+    (raw.finish if hasattr(raw, "exec_") else raw.close)()
+
+
+def _dialler(like: Any) -> Any:
+    """What opens another connection to where `like` goes, in the same role."""
+    password = like.info.password
+    if driver_of(like) == "psycopg":
+        from psycopg import pq
+        from psycopg.conninfo import make_conninfo
+
+        parameters = dict(like.info.get_parameters())
+        if password:
+            parameters["password"] = password
+        address = make_conninfo(**parameters).encode()
+
+        def dial() -> Any:
+            pgconn = pq.PGconn.connect(address)
+            if pgconn.status != pq.ConnStatus.OK:
+                raise LineError(pgconn.error_message.decode("utf-8", "replace"), None)
+            return pgconn
+
+        return dial
+    parameters = {name: value for name, value in like.info.dsn_parameters.items() if value}
+    if password:
+        parameters["password"] = password
+
+    def dial_psycopg2() -> Any:
+        import psycopg2
+
+        try:
+            raw = psycopg2.connect(**parameters)
+        except psycopg2.Error as error:
+            raise LineError(str(error), None) from error
+        raw.autocommit = True
+        return raw
+
+    return dial_psycopg2
