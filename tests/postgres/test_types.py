@@ -131,7 +131,7 @@ CELLS: dict[str, Cell] = {
     "raw": b"\x00\xff\x5c\x27",
     "null": None,
     "empty": "",
-    "text": "it's\n\\ \"quoted\" %s {x} ü 🙂",
+    "text": 'it\'s\n\\ "quoted" %s {x} ü 🙂',
     "ints": ((1, 2), (3, None)),
     "bounds": "[0:1]={7,8}",
     "texts": ("a", "NULL", None, "", "{x,y}", 'q"b\\', " "),
@@ -172,7 +172,11 @@ TABLES = {
 def test_every_kind_of_table_is_put_back(engine: Engine, kind: str) -> None:
     columns, values = TABLES[kind]
     name = '"' + kind.replace('"', '""') + '"'
-    run(engine, f"CREATE {'UNLOGGED' if kind == 'unlogged' else ''} TABLE {name} ({columns})", f"INSERT INTO {name} {values}")
+    run(
+        engine,
+        f"CREATE {'UNLOGGED' if kind == 'unlogged' else ''} TABLE {name} ({columns})",
+        f"INSERT INTO {name} {values}",
+    )
     before = whole(engine, name)
     with resource_on(engine) as database:
         start, blob = database.version, database.save()
@@ -221,7 +225,10 @@ def test_schemas_partitions_and_heirs(engine: Engine) -> None:
         assert Counter(relations["events"].rows) == {(1, "2024-05-05", 1): 1, (2, "2025-05-05", 2): 1}
         assert relations["parent"].rows == ((1,),)
         start, blob = database.version, database.save()
-        run(engine, "UPDATE events SET day = day + 365 WHERE id = 1; UPDATE parent SET n = n + 10; DELETE FROM app.things")
+        run(
+            engine,
+            "UPDATE events SET day = day + 365 WHERE id = 1; UPDATE parent SET n = n + 10; DELETE FROM app.things",
+        )
         after = database.sweep().relations
         assert Counter(after["events"].rows) == {(1, "2025-05-05", 1): 1, (2, "2025-05-05", 2): 1}
         assert after["heir"].rows == ((12, 3),) and after["app.things"].rows == ()
@@ -233,7 +240,10 @@ def test_schemas_partitions_and_heirs(engine: Engine) -> None:
 
 
 def test_sequences_are_put_back(engine: Engine) -> None:
-    run(engine, "CREATE TABLE t (id serial, n int); CREATE SEQUENCE free START 7 INCREMENT -3 MINVALUE -99999 MAXVALUE 7")
+    run(
+        engine,
+        "CREATE TABLE t (id serial, n int); CREATE SEQUENCE free START 7 INCREMENT -3 MINVALUE -99999 MAXVALUE 7",
+    )
 
     def stand() -> list[tuple[Any, ...]]:
         with engine.connect() as connection:

@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from retrychaos.explore.judge import Judge
 from retrychaos.explore.transitions import (
@@ -29,7 +30,7 @@ from retrychaos.explore.transitions import (
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.delivery import LADDER, Job, Workshop
 from retrychaos.runtime.turns import Actor, Hung, Moved, Play
-from retrychaos.world.resource import BEGUN, Resource
+from retrychaos.world.resource import BEGUN, SERIAL, Resource
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
@@ -117,7 +118,7 @@ class Interleaving:
         self._queue: list[tuple[int, int, int, Node]] = []
         self.switches = 0
         """All that takes less switches between deliveries was tried, with as many crashes as are looked at now."""
-        self._later: list[tuple[Node, Node, Move]] = []
+        self._later: list[tuple[Node, Move]] = []
         """States that take one crash more."""
         self._missing: dict[Hashable, list[tuple[Node, Move]]] = {}
         self.endless: set[Hashable] = set()
@@ -147,8 +148,8 @@ class Interleaving:
                 if self.endings or not self._later:
                     return
                 later, self._later = self._later, []
-                for before, node, move in later:
-                    self._reach(before, node, move)
+                for node, move in later:
+                    self._try(node, move)
 
     def _close(self) -> None:
         """All that takes no further crash: what needs few switches between deliveries first."""
@@ -186,15 +187,15 @@ class Interleaving:
         for move in self._moves(node):
             stays = not self._try(node, move) and stays
         hopeless = self._beyond_repair(node)
-        for index, seat in enumerate(node.seats):
+        for seat in node.seats:
             if seat.log == UNSTARTED or hopeless:
                 continue
-            move = Move("kill", seat.ident)
             if self._scope.crashes is None or reached.crashes < self._scope.crashes:
-                self._later.append((node, self._killed(node, index), move))
+                self._later.append((node, Move("kill", seat.ident)))
         if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
             for seat in node.seats:  # nobody can go on: the step of any one fails
-                self._try(node, Move("fail", seat.ident))
+                if not self._is_away(seat):
+                    self._try(node, Move("fail", seat.ident))
 
     def _moves(self, node: Node) -> Iterator[Move]:
         if node.idle and not node.acked:
@@ -214,6 +215,11 @@ class Interleaving:
             return True
         entered = self._seated(node, move)
         index = _index(entered, move.ident)
+        if move.kind == "kill" and not self.is_felt(node, index):
+            self._reach(node, self._killed(node, index), move)
+            return True
+        if move.kind == "run" and self._is_away(entered.seats[index]):
+            return False
         if move.kind in ("begin", "run") and self.names.logs[entered.seats[index].log].end == "done":
             self._reach(node, self._acknowledged(entered, index), move)
             return True
@@ -296,14 +302,17 @@ class Interleaving:
             return ("jump", node.clock, node.versions)
         seat = node.seats[index]
         log = self.names.logs[seat.log]
+        if kind == "kill":
+            others = tuple(each for at, each in enumerate(node.seats) if at != index)
+            return ("kill", seat, node.versions, node.clock, others)
         assert log.pending is not None
         resource = log.pending.resource
         ident = seat.ident if log.drew or not self._shared else -1
         if resource == CLOCK:
             return (ident, seat.log, node.clock, node.versions, self.lingers(node, seat))
-        others = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
+        shown = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
         how = kind == "fail"
-        return (ident, seat.log, node.clock, resource, node.version(resource), seat.context(resource), others, how)
+        return (ident, seat.log, node.clock, resource, node.version(resource), seat.context(resource), shown, how)
 
     def _after(self, node: Node, index: int, outcome: Outcome) -> Node:
         versions = node.versions
@@ -315,11 +324,19 @@ class Interleaving:
         if index >= 0:
             log = self.names.logs[seats[index].log]
             resource = log.pending.resource if log.pending else ""
+            if outcome.others:
+                became = dict(outcome.others)
+                seats = [
+                    each.with_context(resource, became.get(each.context(resource), each.context(resource)))
+                    if at != index
+                    else each
+                    for at, each in enumerate(seats)
+                ]
             if outcome.stirred:
                 seats = [
                     each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
                 ]
-            if outcome.end == "failed":
+            if outcome.end in ("failed", "killed"):
                 del seats[index]
                 idle += not node.acked
             elif outcome.end == "done":
@@ -360,11 +377,23 @@ class Interleaving:
         seats = node.seats[:index] + node.seats[index + 1 :]
         return node._replace(seats=seats, idle=node.idle + (not node.acked))
 
+    def is_felt(self, node: Node, index: int) -> bool:
+        """Others can notice the death of this delivery at once, so it is not enough to think of it."""
+        if self.names.logs[node.seats[index].log].serial or self._is_away(node.seats[index]):
+            return True
+        return any(self._is_away(seat) for seat in node.seats)
+
+    def _is_away(self, seat: Seat) -> bool:
+        """Its statement waits in a server."""
+        return any(self.names.waits(context) for _, context in seat.open)
+
     def _is_blocked(self, node: Node, index: int) -> bool:
         """It waits for others, or is in a sleep that must not pass an expiry."""
         log = self.names.logs[node.seats[index].log]
         if log.end:
             return False
+        if self._is_away(node.seats[index]):
+            return True
         if self.endless_of(node, index) in self.endless:
             return True
         outcome = self._table.get(self._key(node, index))
@@ -538,6 +567,11 @@ class _Run:
         self.node = node
         self._search = search
         self._play = play
+        self._serials: dict[str, Hashable] = {}
+        self._drawn: dict[int, dict[str, tuple[Any, Any]]] = {}
+        """Where counters stood before a delivery first drew from them, and after it last did."""
+        self._stored: set[int] = set()
+        """Deliveries that have left something behind since they drew."""
         self._actors: dict[int, Actor] = {}
 
     def go(self, move: Move) -> None:
@@ -546,8 +580,7 @@ class _Run:
         node = search._seated(self.node, move)
         index = _index(node, move.ident) if move.kind != "jump" else -1
         if move.kind == "kill":
-            self._play.kill(self._actors.pop(move.ident))
-            self.node = search._killed(node, index)
+            self._kill(node, index, move.ident)
             return
         if move.kind == "jump":
             self._jump(node)
@@ -562,8 +595,64 @@ class _Run:
             return
         self._step(node, index, seat, log, move.kind == "fail")
 
+    def _kill(self, node: Node, index: int, ident: int) -> None:
+        search = self._search
+        felt = search.is_felt(node, index)
+        actor = self._actors.pop(ident)
+        self._play.kill(actor)
+        if not felt:
+            self.node = search._killed(node, index)
+            return
+        key = search._key(node, index, "kill")
+        log = search.names.logs[node.seats[index].log]
+        name = log.pending.resource if log.pending is not None else ""
+        self._rewind(ident)
+        changes, _ = self._changes(node, self._play.facts(), "", frozenset())
+        others = self._others(node, index, name, changes)
+        outcome = Outcome(0, 0, changes, False, self._clock(node), "killed", others)
+        self.node = search._after(node, index, outcome)
+        search.keep(self.node, self._play.clock)
+        search.found(key, outcome)
+
+    def _rewind(self, ident: int) -> None:
+        """Numbers that a delivery has drawn, and nobody can know, are free again when it is over.
+
+        Else each death would make a new state, for ever. If something that it did can hold them, they stay burnt.
+        """
+        world = self._search._workshop.world
+        drawn = self._drawn.pop(ident, None)
+        if drawn is None or ident in self._stored:
+            return
+        for name, (before, _) in drawn.items():
+            last = [each[name][1] for each in self._drawn.values() if name in each]
+            target = dict(before)
+            for others in last:
+                target = {oid: max(value, dict(others).get(oid, value)) for oid, value in target.items()}
+            world.resources[name].rewind_serials(tuple(target.items()))
+            self._serials[name] = world.resources[name].serials()
+
+    def _others(
+        self, node: Node, index: int, name: str, changes: tuple[tuple[str, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Statements of others that waited in the server, and have come back by what happened here."""
+        names = self._search.names
+        back = self._play.settle()
+        resource = self._search._workshop.world.resources.get(name)
+        became: list[tuple[int, int]] = []
+        for at, seat in enumerate(node.seats):
+            context = seat.context(name)
+            actor = self._actors.get(seat.ident)
+            if at == index or resource is None or not names.waits(context) or actor not in back:
+                continue
+            assert actor is not None
+            version = dict(changes).get(name, node.version(name))
+            entry = ("back", version)
+            became.append((context, names.context(context, entry, resource.holds(actor) or BEGUN, resource.detailed)))
+        return tuple(became)
+
     def _begin(self, ident: int) -> None:
         search = self._search
+        self._stored.discard(ident)
         actor = self._actors[ident] = self._play.begin(ident)
         self._compare(search.names.logs[UNSTARTED], UNSTARTED, actor.moved(), actor)
         search.begun()
@@ -583,7 +672,13 @@ class _Run:
         moved = self._play.run(actor, surface=fail)
         facts = self._play.facts()
         resource = world.resources.get(name)
-        taint = log.taint | ({seat.ident} if moved.drew else set())
+        if resource is not None:
+            self._note_serials(name, resource, seat.ident)
+        if seat.ident in self._drawn and self._has_stored(node, facts):
+            self._stored.add(seat.ident)
+        taint = log.taint | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
+        if moved.end in ("done", "failed"):
+            self._rewind(seat.ident)
         changes, read = self._changes(node, facts, name, taint)
         clock = self._clock(node)
         number = seat.log
@@ -595,6 +690,7 @@ class _Run:
             known = names.logs[number]
             fresh = log.taint | read
             known.taint = fresh if not known.learned else known.taint & fresh
+            known.serial = seat.ident in self._drawn and not moved.end
             self._compare(known, number, moved, actor)
         outcome = Outcome(
             number,
@@ -603,6 +699,7 @@ class _Run:
             resource is not None and resource.commits > commits,
             clock,
             moved.end,
+            self._others(node, index, name, changes),
         )
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
@@ -661,18 +758,34 @@ class _Run:
     ) -> tuple[tuple[tuple[str, int], ...], frozenset[int]]:
         """Which versions are others now; and whose random values may be in what was read."""
         search, names = self._search, self._search.names
+        world = search._workshop.world
+        now = search._workshop.clock.now()
         changes: list[tuple[str, int]] = []
         read: frozenset[int] = frozenset()
         for name, version in facts.items():
-            names.found(name, search._workshop.world.found_facts[name])
+            if name not in self._serials:
+                self._serials[name] = world.resources[name].serials()
+            names.found(name, world.found_facts[name], world.found_serials[name])
             before = node.version(name)
             if name == resource:
                 read = names.taints[before]
-            now = search._workshop.clock.now()
-            number = names.version(name, version, frozenset(names.taints[before] | taint), now)
+            number = names.version(name, version, self._serials[name], frozenset(names.taints[before] | taint), now)
             if number != before:
                 changes.append((name, number))
         return tuple(changes), read
+
+    def _has_stored(self, node: Node, facts: Facts) -> bool:
+        """Something is there now that was not there before the step."""
+        names, found = self._search.names, self._search._workshop.world.found_facts
+        return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
+
+    def _note_serials(self, name: str, resource: Resource, ident: int) -> None:
+        serials = resource.serials()
+        before = self._serials.get(name, self._search._workshop.world.found_serials.get(name, serials))
+        self._serials[name] = serials
+        if serials != before:
+            first = self._drawn.setdefault(ident, {}).get(name, (before, None))[0]
+            self._drawn[ident][name] = (first, serials)
 
     def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved) -> int:
         if resource is None or moved.end in ("done", "failed"):
@@ -681,9 +794,15 @@ class _Run:
         seat = node.seats[index]
         before = seat.context(resource.name)
         shown = resource.holds(actor)
-        if moved.end == "blocked" and names.shown(before) == shown:
+        if moved.end == "blocked" and names.level(before) == shown:
             return before
-        return names.context(before, (seat.log, node.version(resource.name)), shown)
+        entry: Hashable = (seat.log, node.version(resource.name), moved.end)
+        others = [each for each in node.seats if each is not seat and names.felt(each.context(resource.name))]
+        if moved.end == "blocked":
+            entry = (entry, sum(names.waits(each.context(resource.name)) for each in others))  # its place in the queue
+        if shown == SERIAL:  # what comes of it depends on where each was when the other did what
+            entry = (entry, tuple(sorted((each.log, names.level(each.context(resource.name))) for each in others)))
+        return names.context(before, entry, shown, resource.detailed)
 
     def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""

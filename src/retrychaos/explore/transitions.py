@@ -11,18 +11,22 @@ Everything is named by small numbers. Equal numbers mean equal contents.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from retrychaos.model.ledger import Relation, Version
+from retrychaos.explore.volatile import moment
+from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.step import Step
-from retrychaos.world.resource import BEGUN
+from retrychaos.world.resource import BEGUN, WAITS
 
 CLOCK = "clock"
 """The resource of a sleep."""
 UNSTARTED = 0
 """The log of a delivery that has not begun."""
+_SOON = 3_600.0
+_real_now = time.time
 NOTHING_OPEN = 0
 """The context of a delivery that has nothing open on a resource."""
 
@@ -86,6 +90,8 @@ class Outcome(NamedTuple):
     """Something may have been committed, even if it is as before."""
     clock: int
     end: str
+    others: tuple[tuple[int, int], ...] = ()
+    """What others have open there: it was that, and is this now."""
     polled: tuple[str, ...] | None = None
     """It is going round in a loop that waits for a change in these resources."""
 
@@ -107,6 +113,8 @@ class Log:
     place: int = 0
     """Where in its code it is about to sleep."""
     learned: bool = False
+    serial: bool = False
+    """It has drawn numbers that no rollback brings back."""
     taint: frozenset[int] = frozenset()
     """Deliveries whose random values it may know."""
 
@@ -141,43 +149,53 @@ class Names:
     """In how many milliseconds something ends in a version, when it is seen first."""
     logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
     contexts: list[_Context] = field(default_factory=lambda: [_Context((0, ""), "")])
-    _versions: dict[tuple[str, bytes], int] = field(default_factory=dict)
-    _by_object: dict[int, tuple[Version, int]] = field(default_factory=dict)
+    _versions: dict[tuple[str, bytes, Hashable], int] = field(default_factory=dict)
+    _by_object: dict[tuple[int, Hashable], tuple[Version, int]] = field(default_factory=dict)
     _hashes: dict[int, tuple[Relation, bytes]] = field(default_factory=dict)
     _logs: dict[Hashable, int] = field(default_factory=dict)
     _contexts: dict[Hashable, int] = field(default_factory=dict)
-    _found: dict[str, bytes] = field(default_factory=dict)
+    _found: set[str] = field(default_factory=set)
 
-    def found(self, resource: str, version: Version) -> None:
+    def found(self, resource: str, version: Version, serials: Hashable) -> None:
         """The version in which a resource was found: it has the number 0."""
         if resource not in self._found:
-            self._found[resource] = self._hash(version)
-            self._versions[resource, self._found[resource]] = 0
+            self._found.add(resource)
+            self._versions[resource, self._hash(version), serials] = 0
 
-    def version(self, resource: str, version: Version, taint: frozenset[int], now: float) -> int:
-        """The number of a version. `taint`: deliveries whose random values may be in it. `now`: the virtual time."""
-        known = self._by_object.get(id(version))
+    def version(self, resource: str, version: Version, serials: Hashable, taint: frozenset[int], now: float) -> int:
+        """The number of a version.
+
+        serials: where counters stand that no rollback brings back. taint: deliveries whose random values may be in it.
+        now: the virtual time.
+        """
+        known = self._by_object.get((id(version), serials))
         if known is not None and known[0] is version:
             number = known[1]
         else:
-            key = (resource, self._hash(version))
+            key = (resource, self._hash(version), serials)
             number = self._versions.get(key, -1)
             if number < 0:
                 number = self._versions[key] = len(self.versions)
                 self.versions.append(version)
                 self.taints.append(taint)
                 self.ends.append(tuple(round((end - now) * 1000) + 1 for end in version.expiries))
-            self._by_object[id(version)] = (version, number)
+            self._by_object[id(version), serials] = (version, number)
         if number and not taint >= self.taints[number]:
             self.taints[number] &= taint  # it comes about without these, so nothing of theirs is in it
         return number
+
+    def differ(self, version: Version, number: int, found: Version) -> bool:
+        """The contents are others than those of the version with that number."""
+        known = self.versions[number] or found
+        return known is not version and self._hash(known) != self._hash(version)
 
     def _hash(self, version: Version) -> bytes:
         whole = hashlib.blake2b(repr(version.expiries if self.timed else "").encode(), digest_size=16)
         for name, relation in sorted(version.relations.items()):
             known = self._hashes.get(id(relation))
             if known is None or known[0] is not relation:
-                mark = hashlib.blake2b(repr((name, relation.columns, relation.rows)).encode(), digest_size=16).digest()
+                rows = _timeless(relation.rows) if version.real_time else relation.rows
+                mark = hashlib.blake2b(repr((name, relation.columns, rows)).encode(), digest_size=16).digest()
                 known = self._hashes[id(relation)] = (relation, mark)
             whole.update(known[1])
         return whole.digest()
@@ -191,16 +209,32 @@ class Names:
             self.logs.append(Log(before, resource, signature, seen))
         return number
 
-    def context(self, before: int, entry: Hashable, shown: str) -> int:
-        """What a delivery has open after one more operation, of which others see `shown`."""
+    def context(self, before: int, entry: Hashable, shown: str, detailed: bool = False) -> int:
+        """What a delivery has open after one more operation, of which others see `shown`.
+
+        detailed: others can be affected by more of it than that.
+        """
         if not shown:
             return NOTHING_OPEN
         key = (before, entry, shown)
         number = self._contexts.get(key)
         if number is None:
             number = self._contexts[key] = len(self.contexts)
-            self.contexts.append(_Context((before, entry), shown))
+            full = f"{shown}#{number}" if detailed and shown != BEGUN else shown
+            self.contexts.append(_Context((before, entry), full))
         return number
+
+    def felt(self, context: int) -> bool:
+        """Others can notice it."""
+        return self.contexts[context].shown not in ("", BEGUN)
+
+    def level(self, context: int) -> str:
+        """What holds() said of it."""
+        return self.contexts[context].shown.partition("#")[0]
+
+    def waits(self, context: int) -> bool:
+        """Its statement waits in the server."""
+        return self.contexts[context].shown.startswith(WAITS)
 
     def moved(self, context: int, version: int) -> int:
         """The same work open, after somebody else has committed that version.
@@ -211,7 +245,8 @@ class Names:
         versions = frozenset({version})
         if isinstance(entry, _Moved):
             context, versions = before, entry.versions | versions
-        return self.context(context, _Moved(versions), self.shown(context))
+        shown, _, detail = self.shown(context).partition("#")
+        return self.context(context, _Moved(versions), shown, detailed=bool(detail))
 
     def polled(self, context: int) -> Any:
         """What a loop that waits looks at, and which versions it has seen there."""
@@ -252,3 +287,14 @@ def shown_by_others(names: Names, seats: Iterable[Seat], resource: str) -> tuple
     """What the others have open on a resource, as far as it can be noticed."""
     found = [names.shown(seat.context(resource)) for seat in seats if seat.open]
     return tuple(sorted(each for each in found if each and each != BEGUN))
+
+
+def _timeless(rows: Iterable[Row]) -> list[tuple[Cell, ...]]:
+    """Rows without the times that a server has read off its own clock, which are other ones in every run."""
+    now = _real_now()
+    return [tuple("<time>" if _is_about(cell, now) else cell for cell in row) for row in rows]
+
+
+def _is_about(cell: Cell, now: float) -> bool:
+    at = moment(cell) if isinstance(cell, str | int | float) and not isinstance(cell, bool) else None
+    return at is not None and abs(at - now) < _SOON

@@ -291,6 +291,12 @@ class _Delivery:
     def observed(self, *values: object) -> None:
         """What a job gets back matters only where deliveries overlap."""
 
+    def enter(self) -> None:
+        """Nobody else is running for whom it could wait."""
+
+    def arrive(self) -> None:
+        """See enter()."""
+
     def blocked(self) -> bool:
         """Nobody else is running who could end the wait."""
         return False

@@ -23,10 +23,15 @@ from retrychaos.runtime.watchdog import Stopped
 from retrychaos.world.sites import user_site
 from retrychaos.world.world import Saved
 
+_ASK_AFTER = 0.0005
+"""Seconds after which a server is asked whether a statement waits there."""
+_DEADLOCK = 0.004
+"""Seconds in which a server has found out about a deadlock: more than deadlock_timeout, which is set to 1 ms."""
 _GRACE = 2.0
 """Seconds for a thread that was told to end."""
 _Lock = threading.Lock
 _Thread = threading.Thread
+_Event = threading.Event
 _get_ident = threading.get_ident
 _monotonic = time.monotonic
 
@@ -79,6 +84,13 @@ class Actor:
         self._play = play
         self._seen: list[str] | None = None
         self._blocked = False
+        self.inside = False
+        """Its statement is in the server."""
+        self.away = False
+        """Others go on while its statement waits in the server."""
+        self.arrived = _Event()
+        """Its statement has come back meanwhile, and it stands still."""
+        self._guard = _Lock()
         self._did: Step | None = None
 
     # -- in its own thread ------------------------------------------------------------------------------------------
@@ -131,6 +143,27 @@ class Actor:
         surface, self.surface = self.surface, False
         return not surface
 
+    def enter(self) -> None:
+        self.arrived.clear()
+        self.inside = True
+
+    def arrive(self) -> None:
+        with self._guard:
+            self.inside = False
+            away = self.away
+        if away:
+            self.arrived.set()
+            self.go.acquire()
+            self.away = False
+            if self.fence is not None:
+                raise self.fence
+
+    def go_on_without(self) -> bool:
+        """Its statement waits in the server: others may move. False if it has just come back."""
+        with self._guard:
+            self.away = self.inside
+            return self.away
+
     def sleep(self, seconds: float) -> None:
         self.pause = seconds
         self.place = _place_of(sys._getframe(1))
@@ -175,7 +208,7 @@ class Actor:
 
     def moved(self) -> Moved:
         seen = None if self._seen is None else tuple(self._seen)
-        end = "blocked" if self._blocked else self.end
+        end = "blocked" if self._blocked or self.away else self.end
         return Moved(self._did, seen, self.pending, end, self.error, self.asked_pid or self.stream.drew)
 
 
@@ -220,6 +253,7 @@ class Play:
         world.restore(self._start)
         workshop.play = self
         world.concurrent = True
+        world.actor_of_thread = self._actor_of_thread
         for hook in workshop.before:
             hook()
         return self
@@ -242,6 +276,7 @@ class Play:
         finally:
             world.recorder = None
             world.concurrent = False
+            world.actor_of_thread = None
             workshop.play = None
             self.running = None
             world.quiet = True
@@ -265,6 +300,8 @@ class Play:
 
     def run(self, actor: Actor, surface: bool = False) -> Moved:
         """Let it do the step that it stands before, up to the next. surface: a step that waits fails instead."""
+        if actor.away and actor not in self.settle():
+            return actor.moved()  # its statement still waits in the server
         actor.surface = surface
         if actor.pause:
             self.advance(actor.pause)
@@ -279,6 +316,10 @@ class Play:
     def kill(self, actor: Actor) -> None:
         """Its process dies where it stands: nothing of it runs any more, what it had open is gone."""
         actor.dead = True
+        if actor.away and not actor.arrived.is_set():
+            self._world.cancel(actor)
+            if not actor.arrived.wait(_GRACE):
+                self._hang(actor)
         self._world.leave(actor)
 
     def advance(self, seconds: float) -> None:
@@ -312,6 +353,10 @@ class Play:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def _actor_of_thread(self) -> Actor:
+        thread = threading.current_thread()  # not its number, which a later thread may have again
+        return next(actor for actor in self.actors if actor.thread is thread)
+
     def _hand_to(self, actor: Actor) -> None:
         """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
         if self._on is not actor:
@@ -319,14 +364,43 @@ class Play:
         self._world.recorder = self.running = actor
         actor.go.release()
         try:
-            if not self.back.acquire(timeout=self._limit):
-                self._hang(actor)
+            self._await(actor)
         finally:
             self._world.recorder = None
         if actor.end:
             actor.thread.join(_GRACE)
         if actor.cause is not None:
             raise actor.cause
+
+    def _await(self, actor: Actor) -> None:
+        """Until it stands at its next boundary, or waits in a server for somebody else."""
+        end = _monotonic() + self._limit
+        pause = _ASK_AFTER
+        while not self.back.acquire(timeout=pause):
+            if actor.inside and self._waits(actor):
+                # A server looks for deadlocks only after a while, and ends one that waits in a circle.
+                if self.back.acquire(timeout=_DEADLOCK):
+                    return
+                if self._waits(actor) and actor.go_on_without():
+                    return
+            if _monotonic() > end:
+                self._hang(actor)
+            pause = min(2 * pause, 0.01)
+
+    def _waits(self, actor: Actor) -> bool:
+        resource = self._world.resources.get(actor.pending.resource) if actor.pending else None
+        return resource is not None and resource.waits(actor)
+
+    def settle(self) -> list[Actor]:
+        """Those whose statement has come back from the server, since somebody else has moved."""
+        back = []
+        for actor in self.actors:
+            if actor.away and not actor.dead and not actor.arrived.is_set():
+                while not self._waits(actor) and not actor.arrived.wait(0.002):
+                    pass
+            if actor.away and not actor.dead and actor.arrived.is_set():
+                back.append(actor)
+        return back
 
     def _hang(self, actor: Actor) -> NoReturn:
         where = f" after {actor.pending.detail}" if actor.pending else ""

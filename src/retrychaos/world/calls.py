@@ -10,7 +10,7 @@ import functools
 import inspect
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -262,8 +262,22 @@ class Calls:
         self._depths.clear()
         return ()
 
+    def cancel(self, owner: object) -> None:
+        """Nothing waits anywhere but here."""
+
     def leave(self, owner: object) -> None:
         """Receivers keep nothing open."""
+
+    detailed = False
+
+    def waits(self, owner: object) -> bool:
+        return False
+
+    def serials(self) -> Hashable:
+        return None
+
+    def rewind_serials(self, serials: Any) -> None:
+        """There are none."""
 
     def holds(self, owner: object) -> str:
         return ""

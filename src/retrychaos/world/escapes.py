@@ -173,6 +173,9 @@ class Escapes:
             self._claimed_peers.add(peer)
         return found
 
+    def cancel(self, owner: object) -> None:
+        """Nothing waits anywhere but here."""
+
     def leave(self, owner: object) -> None:
         """What one of several deliveries did outside of the ledger is told with what the others did."""
 

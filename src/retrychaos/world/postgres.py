@@ -10,16 +10,27 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
-from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, Line, LineError, backend, finish, run, standing
+from retrychaos.world.postgres_line import (
+    FAILED,
+    IDLE,
+    IN_TRANSACTION,
+    Line,
+    LineError,
+    backend,
+    clear,
+    finish,
+    run,
+    standing,
+)
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.resource import BEGUN, SERIAL, WAITS, Blob, Stage
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
@@ -50,6 +61,8 @@ class Handle:
     """A transaction was open after its last statement."""
     wrote: bool = False
     lost: bool = False
+    owner: object = None
+    """The delivery that it belongs to, where several run."""
     altered: bool = False
     """A command has run in the open transaction that may have changed the schema."""
 
@@ -76,6 +89,7 @@ class PostgresDatabase:
         self._trusted = True
         self._direct: bool | None = None
         self._saved: tuple[Version, State] | None = None
+        self.commits = 0
         self.version = Version({}, real_time=True)
         self._read_schema()
         # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
@@ -101,7 +115,9 @@ class PostgresDatabase:
                 # Behind a pooler the pid is not that of a backend, and locks could not be found by it.
                 seen = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND datname = current_database()"
                 self._direct = bool(self._ask(seen))
-            handle = self.handles[id(raw)] = Handle(raw, record, pid if self._direct else None, unhooked)
+            handle = self.handles[id(raw)] = Handle(
+                raw, record, pid if self._direct else None, unhooked, owner=self.stage.owner
+            )
         return handle
 
     def looks_at_clock(self, text: str) -> bool:
@@ -196,6 +212,7 @@ class PostgresDatabase:
             dirty, self._dirty = self._dirty, set()
             log = self._log_position()
             if log != self._log:
+                self.commits += 1
                 self._log = log
                 self.version = self._read(dirty)
         return self.version
@@ -296,6 +313,59 @@ class PostgresDatabase:
             f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
             "before returning",
         )
+
+    # -- deliveries that overlap --------------------------------------------------------------------------------------
+
+    detailed = True
+
+    def holds(self, owner: object) -> str:
+        """What the server says that it has: a lock that others can notice, or a snapshot."""
+        pids = self._pids(owner)
+        if not pids:
+            return ""
+        locks = self._ask(
+            "SELECT DISTINCT mode, locktype, granted::text FROM pg_locks WHERE locktype <> 'virtualxid' "
+            f"AND pid IN ({', '.join(map(str, pids))})"
+        )
+        if any(granted == "false" for *_, granted in locks):
+            return WAITS
+        if any(mode == "SIReadLock" for mode, *_ in locks):
+            return SERIAL
+        if any(mode != "AccessShareLock" for mode, *_ in locks):
+            return "locks"
+        if locks:
+            return "reads"
+        open_ = any(h.owner is owner and standing(h.raw) in (IN_TRANSACTION, FAILED) for h in self.handles.values())
+        return BEGUN if open_ else ""
+
+    def waits(self, owner: object) -> bool:
+        return any(self._ask(f"SELECT 1 WHERE cardinality(pg_blocking_pids({pid})) > 0") for pid in self._pids(owner))
+
+    def serials(self) -> Hashable:
+        """Where sequences stand. No transaction holds them, and a crash does not bring them back."""
+        return tuple(sorted(self._reader.sequences().items()))
+
+    def rewind_serials(self, serials: Any) -> None:
+        """Nobody knows the numbers that were drawn since then."""
+        moved = {oid: value for oid, value in serials if dict(self._reader.sequences()).get(oid) != value}
+        if moved:
+            self._ask(
+                "; ".join(f"SELECT setval({oid}::regclass, {v}, {str(c).lower()})" for oid, (v, c) in moved.items())
+            )
+            self._reader.sequences_are(moved)
+
+    def _pids(self, owner: object) -> list[int]:
+        return [each.pid for each in self.handles.values() if each.owner is owner and each.pid is not None]
+
+    def leave(self, owner: object) -> list[Any]:
+        """A delivery is over while others go on: what it had open is gone. Gives its connections."""
+        raws: list[Any] = []
+        for key, handle in list(self.handles.items()):
+            if handle.owner is owner:
+                del self.handles[key]
+                clear(handle.raw)
+                raws.append(handle.raw)
+        return raws
 
     def shift(self, seconds: float) -> None:
         """The server's clock cannot be moved."""

@@ -13,7 +13,10 @@ import functools
 import itertools
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import event
@@ -25,7 +28,19 @@ from sqlalchemy.pool.base import _ConnectionFairy
 from retrychaos.model.errors import WorldError
 from retrychaos.model.values import short
 from retrychaos.world.postgres import Handle, PostgresDatabase
-from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, cut_off, driver_of, standing
+from retrychaos.world.postgres_line import (
+    FAILED,
+    IDLE,
+    IN_TRANSACTION,
+    LineError,
+    cancel,
+    clear,
+    cut_off,
+    driver_of,
+    finish,
+    run,
+    standing,
+)
 from retrychaos.world.postgres_servers import Servers
 from retrychaos.world.resource import Stage
 from retrychaos.world.sql_texts import texts
@@ -36,6 +51,8 @@ _OPEN = (
     "the connection was already inside a transaction when the check began, so what the job commits there is not what a "
     "crash would leave. Commit or close it in the fixture before the check, and let the job open its own."
 )
+_SOON = 3_600.0
+_real_now = time.time
 _forks = itertools.count(1)
 _process = 0
 
@@ -61,7 +78,13 @@ class PostgresSource:
         self._patched: list[tuple[Any, str, Any]] = []
         self._drivers: set[str] = set()
         self._factories: list[tuple[Any, Any]] = []
-        self._busy = 0
+        self._busy: set[int] = set()
+        """Threads in which a statement runs that is known already."""
+        self._spare: dict[int, list[Any]] = {}
+        """By pool: connections that deliveries which have ended leave to later ones; to connect takes long."""
+        self._of_pool: dict[int, int] = {}
+        self._left: list[tuple[int | None, Any]] = []
+        """Connections of deliveries that have ended, with the pool that they are from."""
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
@@ -84,15 +107,49 @@ class PostgresSource:
             if driver in sys.modules:
                 self._prepare(driver)
 
+    def cancel(self, owner: object) -> None:
+        for _, handle in self._followed.values():
+            if handle.owner is owner:
+                cancel(handle.raw)
+
+    def leave(self, owner: object) -> None:
+        for key, (database, handle) in list(self._followed.items()):
+            if handle.owner is owner:
+                self._left += [(self._of_pool.get(id(raw)), raw) for raw in database.leave(owner)]
+                self._followed.pop(key, None)
+
     def end_delivery(self) -> None:
+        for pool, raw in self._left:
+            if clear(raw) and pool is not None:  # those that died have been unwound by now, and may have touched it
+                self._spare.setdefault(pool, []).append(raw)
+            else:
+                with contextlib.suppress(Exception):
+                    finish(raw)
+        self._left.clear()
         for _, handle in self._followed.values():
             handle.lost = handle.wrote and standing(handle.raw) == IN_TRANSACTION
         self._restore_factories()
         self._followed.clear()
         self._resting.clear()
-        self._busy = 0
+        self._busy.clear()
+
+    def connecting(self, pool: Pool, original: Callable[..., Any]) -> Callable[..., Any]:
+        """How a delivery that overlaps with others gets a connection of that pool."""
+
+        def connect(*args: Any) -> Any:
+            spare = self._spare.get(id(pool))
+            raw = spare.pop() if spare else original(*args)
+            self._of_pool[id(raw)] = id(pool)
+            return raw
+
+        return connect
 
     def uninstall(self) -> None:
+        for raws in self._spare.values():
+            for raw in raws:
+                with contextlib.suppress(Exception):
+                    finish(raw)
+        self._spare.clear()
         while self._installed:
             event.remove(*self._installed.pop())
         while self._patched:
@@ -182,6 +239,9 @@ class PostgresSource:
             self._stage.refuse(problem)
         finally:
             self._stage.quiet = quiet
+        if self._stage.concurrent:
+            with contextlib.suppress(LineError):
+                run(raw, "SET deadlock_timeout = '1ms'")
         if handle.unhooked:
             self._factories.append((raw, raw.cursor_factory))
             raw.cursor_factory = self._cursor_class(raw.cursor_factory)
@@ -205,7 +265,7 @@ class PostgresSource:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _of(self, raw: Any) -> tuple[PostgresDatabase, Handle] | None:
-        if not self._stage.running or self._busy or (id(raw) in self._resting and id(raw) not in self._followed):
+        if not self._stage.running or self._is_busy or (id(raw) in self._resting and id(raw) not in self._followed):
             return None
         return self.follow(raw)
 
@@ -226,12 +286,45 @@ class PostgresSource:
         word = text[:9].upper()
         if not was_idle and word.startswith(("COMMIT", "END")):
             database.committing(handle)
-        self._busy += 1
+        thread = threading.get_ident()
+        self._busy.add(thread)
+        self._stage.enter()
         try:
             yield
+        except Exception as error:
+            self._back(thread)
+            self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
+            raise
+        except BaseException:
+            self._busy.discard(thread)
+            raise
+        else:
+            self._back(thread)
+            if self._stage.concurrent:
+                self._observe(cursor)
         finally:
-            self._busy -= 1
             database.executed(handle, _tags(cursor), was_idle)
+
+    @property
+    def _is_busy(self) -> bool:
+        return threading.get_ident() in self._busy
+
+    def _back(self, thread: int) -> None:
+        """The server has answered: with several deliveries, it may be the turn of another one."""
+        self._stage.arrive()
+        self._busy.discard(thread)
+
+    def _observe(self, cursor: Any) -> None:
+        """What the job will read from the cursor; it is read here and the cursor wound back."""
+        if cursor is None or not hasattr(cursor, "scroll") or getattr(cursor, "name", None):
+            return  # rows that stay in the server: not known here
+        rows: Any = None
+        if cursor.description is not None:
+            rows = cursor.fetchall()
+            if rows:
+                cursor.scroll(0, "absolute")
+        now = datetime.now().timestamp()
+        self._stage.observed(_masked(rows, now), cursor.rowcount)
 
     def _commit(self, raw: Any) -> None:
         found = self._of(raw)
@@ -240,6 +333,7 @@ class PostgresSource:
         database, handle = found
         self._stage.step("commit", database, "COMMIT", "COMMIT")
         database.committing(handle)
+        self._stage.observed("committed")
 
     def _watch_out(self, database: PostgresDatabase, text: str) -> None:
         start = text[:20].upper()
@@ -279,7 +373,7 @@ class PostgresSource:
     def _execute(self, original: Any) -> Any:
         @functools.wraps(original)
         def execute(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._stage.running or self._busy:
+            if not self._stage.running or self._is_busy:
                 return original(cursor, query, params, *args, **kwargs)
             if not isinstance(params, dict | list | tuple | None) and original.__name__ == "executemany":
                 params = list(params)
@@ -324,7 +418,7 @@ class PostgresSource:
     def _command(self, original: Any) -> Any:
         @functools.wraps(original)
         def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stage.running and not self._busy and isinstance(command, bytes) and driver_of(raw) == "psycopg":
+            if self._stage.running and not self._is_busy and isinstance(command, bytes) and driver_of(raw) == "psycopg":
                 if command == b"COMMIT":
                     self._commit(raw)
                 elif command.startswith((b"PREPARE TRANSACTION", b"COMMIT PREPARED")):
@@ -367,7 +461,7 @@ class PostgresSource:
                     return super().execute(query, vars)
 
             def executemany(self, query: Any, vars_list: Any) -> Any:
-                if source._stage.running and not source._busy and self.connection.autocommit:
+                if source._stage.running and not source._is_busy and self.connection.autocommit:
                     for row in vars_list:  # each is committed by itself
                         self.execute(query, row)
                     return None
@@ -392,6 +486,17 @@ class PostgresSource:
                     return super().copy_to(file, table, *args, **kwargs)
 
         return Cursor
+
+
+def _masked(value: Any, now: float) -> Any:
+    """Times that the server has read off its clock just now are other ones in every run."""
+    if isinstance(value, datetime):
+        return (
+            "<time>" if abs(value.timestamp() - now) < _SOON or abs(value.timestamp() - _real_now()) < _SOON else value
+        )
+    if isinstance(value, list | tuple):
+        return [_masked(each, now) for each in value]
+    return value
 
 
 def _query_text(query: Any, raw: Any) -> str:

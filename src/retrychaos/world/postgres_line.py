@@ -181,6 +181,25 @@ def _run_psycopg2(raw: Any, sql: str) -> list[Text]:
         cursor.close()
 
 
+def cancel(raw: Any) -> None:
+    """End the statement that runs on a connection, from another thread."""
+    with contextlib.suppress(Exception):
+        raw.cancel()
+
+
+def clear(raw: Any) -> bool:
+    """Whatever a process had open on a connection is gone. False if the connection is of no use any more."""
+    try:
+        if standing(raw) in (IN_TRANSACTION, FAILED):
+            run(raw, "ROLLBACK")
+        if standing(raw) != IDLE:
+            return False
+        run(raw, "DISCARD ALL")
+    except Exception:
+        return False
+    return True
+
+
 def finish(raw: Any) -> None:
     """Close a connection of either kind."""
     (raw.finish if hasattr(raw, "exec_") else raw.close)()

@@ -72,6 +72,9 @@ class RedisSource:
         self._wires.clear()
         self._servers.end_delivery()
 
+    def cancel(self, owner: object) -> None:
+        """Nothing waits anywhere but here."""
+
     def leave(self, owner: object) -> None:
         for connection, wire in list(self._wires.items()):
             if wire.owner is owner:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -170,6 +170,17 @@ class RedisServer:
             hang_up(connection)
         self.connections.clear()
         return lines
+
+    detailed = False
+
+    def waits(self, owner: object) -> bool:
+        return False
+
+    def serials(self) -> Hashable:
+        return None
+
+    def rewind_serials(self, serials: Any) -> None:
+        """There are none."""
 
     def holds(self, owner: object) -> str:
         wires = [wire for wire in self.connections.values() if wire.owner is owner]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from retrychaos.model.ledger import Version
@@ -12,6 +12,10 @@ Blob: TypeAlias = Any
 
 BEGUN = "begun"
 """What Resource.holds() says of a transaction that has begun, and has neither read nor locked anything yet."""
+WAITS = "waits"
+"""What it says of a delivery whose statement waits in the server for another one."""
+SERIAL = "serial"
+"""What it says of a serializable transaction, which depends on all that others read and write meanwhile."""
 
 
 class Resource(Protocol):
@@ -61,6 +65,21 @@ class Resource(Protocol):
         """The check is over, its clock was `ahead` seconds ahead of real time: what lives for a time lives as long."""
         ...
 
+    detailed: bool
+    """What one delivery has open here can matter to others in more ways than holds() says."""
+
+    def waits(self, owner: object) -> bool:
+        """The server says that the statement which a delivery has sent waits for another delivery."""
+        ...
+
+    def serials(self) -> Hashable:
+        """Where counters of the store stand that a rollback does not bring back."""
+        ...
+
+    def rewind_serials(self, serials: Any) -> None:
+        """Bring such counters back: nobody knows what was drawn from them since."""
+        ...
+
     def holds(self, owner: object) -> str:
         """What a delivery has open here (a transaction, a lock), as far as others can notice; empty if nothing."""
         ...
@@ -94,6 +113,10 @@ class Source(Protocol):
         """
         ...
 
+    def cancel(self, owner: object) -> None:
+        """The statement which a delivery has sent, and which waits in the server, ends."""
+        ...
+
     def uninstall(self) -> None:
         """Undo every patch, whatever state the source is in."""
         ...
@@ -117,6 +140,14 @@ class Stage(Protocol):
     @property
     def owner(self) -> object | None:
         """The delivery whose code is running, where there are several; else None."""
+        ...
+
+    def enter(self) -> None:
+        """The running delivery sends a statement that may wait in the server for as long as another one wants."""
+        ...
+
+    def arrive(self) -> None:
+        """The answer has come. Returns when it is the turn of that delivery again."""
         ...
 
     def observed(self, *values: object) -> None:

@@ -7,6 +7,7 @@ connection sees what goes past SQLAlchemy (raw cursors, executescript).
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 import weakref
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class SqlSource:
         self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._session_users: weakref.WeakKeyDictionary[Session, object] = weakref.WeakKeyDictionary()
         self._sessions: set[int] = set()
+        self.servers: Any = None
+        """The source that follows connections to PostgreSQL."""
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Engine, "before_cursor_execute", self._before_execute),
             (Engine, "after_cursor_execute", self._after_execute),
@@ -108,13 +111,17 @@ class SqlSource:
         self._patched.append((owner, name, original))
         setattr(owner, name, functools.wraps(original)(make(original)))
 
+    def cancel(self, owner: object) -> None:
+        """Nothing waits anywhere but here."""
+
     def leave(self, owner: object) -> None:
         for key, (database, handle) in list(self._handles.items()):
             if handle.owner is owner:
                 database.leave(owner)
                 self._handles.pop(key, None)
-        for _, pool in self._pools.pop(owner, {}).values():
-            pool.dispose()
+        for original, pool in self._pools.pop(owner, {}).values():
+            if dialect_of(original) == "sqlite":
+                pool.dispose()
         for session, user in list(self._session_users.items()):
             if user is owner:
                 self._used_sessions.discard(session)
@@ -305,7 +312,10 @@ class SqlSource:
                 return original(pool)
             pools = self._pools.setdefault(owner, {})
             if id(pool) not in pools:
-                pools[id(pool)] = (pool, pool.recreate())
+                mine = pool.recreate()
+                if self.servers is not None and dialect_of(pool) == "postgresql":
+                    mine._invoke_creator = self.servers.connecting(pool, mine._invoke_creator)
+                pools[id(pool)] = (pool, mine)
             return original(pools[id(pool)][1])
 
         return connect
@@ -413,6 +423,10 @@ class SqlSource:
             )
         self._stage.step("sql", database, template, text)
         database.wrote(handle, effect)
+
+
+def dialect_of(pool: Pool) -> str:
+    return str(getattr(pool._dialect, "name", ""))
 
 
 def _live_sessions() -> list[Session]:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,6 +181,17 @@ class SqliteDatabase:
             f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
             "before returning",
         )
+
+    detailed = False
+
+    def waits(self, owner: object) -> bool:
+        return False
+
+    def serials(self) -> Hashable:
+        return None
+
+    def rewind_serials(self, serials: Any) -> None:
+        """There are none."""
 
     def holds(self, owner: object) -> str:
         held = [

@@ -27,6 +27,8 @@ class Recorder(Protocol):
     def doubt(self, reason: str) -> None: ...
     def sleep(self, seconds: float) -> None: ...
     def observed(self, *values: object) -> None: ...
+    def enter(self) -> None: ...
+    def arrive(self) -> None: ...
     def blocked(self) -> bool: ...
 
 
@@ -98,12 +100,15 @@ class World:
         self._options = options
         self.found_facts: dict[str, Version] = {}
         """The state in which each resource was found: before the check touched it. Grows as resources are found."""
+        self.found_serials: dict[str, Any] = {}
+        """Where the counters of each resource stood then."""
         self._found_blobs: dict[str, Blob] = {}
         self._wanted: dict[str, tuple[Version, Blob]] = {}
         self._touched: dict[str, Resource] = {}
         self.again: Again | None = None
         """The same job was checked before, and begins from the same state if nobody has touched the world since."""
         self.traced = False
+        self.actor_of_thread: Callable[[], Any] | None = None
         self.concurrent = False
         self.shifted = False
         """Stores draw other row ids than usual, to find the places where ids are kept."""
@@ -140,6 +145,7 @@ class World:
         if wanted is None:
             wanted = (resource.version, resource.save())
         self.found_facts[resource.name], self._found_blobs[resource.name] = wanted
+        self.found_serials[resource.name] = resource.serials()
         self._shift_ids(resource)
 
     def refuse(self, problem: Exception) -> NoReturn:
@@ -166,6 +172,10 @@ class World:
     def observed(self, *values: object) -> None:
         if self.recorder is not None:
             self.recorder.observed(*values)
+
+    def enter(self) -> None:
+        if self.concurrent and self.recorder is not None:
+            self.recorder.enter()
 
     def blocked(self) -> bool:
         return self.recorder is not None and self.recorder.blocked()
@@ -260,6 +270,16 @@ class World:
         for source in self.sources:
             source.end_delivery()
         return [line for resource in list(self.resources.values()) for line in resource.end_delivery()]
+
+    def arrive(self) -> None:
+        """Also called by a delivery that is not the running one: it has waited in the server meanwhile."""
+        if self.concurrent and self.actor_of_thread is not None:
+            self.actor_of_thread().arrive()
+
+    def cancel(self, owner: object) -> None:
+        """The statement of a delivery that waits in a server ends."""
+        for source in self.sources:
+            source.cancel(owner)
 
     def leave(self, owner: object) -> None:
         """One of several deliveries has ended or died: what it had open is gone, the others go on."""
