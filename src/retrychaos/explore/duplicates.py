@@ -73,6 +73,9 @@ def overlap(
     limit: Limit,
 ) -> Overlapped:
     """Explore deliveries of one message that overlap. steps: of a clean run."""
+    alone = next(filter(None, (resource.alone for resource in workshop.world.resources.values())), "")
+    if alone:
+        return Overlapped(reason=alone)
     done = _explore(name, workshop, job, judge, start, scope, limit.part(_FOR_SEARCH), careful=False)
     if done is None:
         # What was learned from one delivery did not hold for another, or at another time: tell these apart.

@@ -223,6 +223,8 @@ class Interleaving:
         if move.kind in ("begin", "run") and self.names.logs[entered.seats[index].log].end == "done":
             self._reach(node, self._acknowledged(entered, index), move)
             return True
+        if move.kind == "begin" and self.names.logs[UNSTARTED].end:
+            return False  # it raises before its first step, whatever the world is like
         if move.kind in ("begin", "run") and not self._may_sleep(entered, index):
             return False
         key = self._key(entered, index, move.kind)
@@ -593,6 +595,8 @@ class _Run:
             del self._actors[seat.ident]
             self.node = search._acknowledged(node, index)
             return
+        if log.end:
+            raise _Over
         self._step(node, index, seat, log, move.kind == "fail")
 
     def _kill(self, node: Node, index: int, ident: int) -> None:

@@ -55,7 +55,7 @@ class Moved:
 
 
 class Hung(Exception):
-    """A delivery did not come back: it waits for something that is no step."""
+    """A delivery did not come back: it waits for something that is no step, or cannot be followed."""
 
 
 class Actor:
@@ -119,6 +119,7 @@ class Actor:
     def boundary(self, step: Step) -> None:
         if _get_ident() != self.thread.ident:
             self._stray(step)
+            return
         if self.fence is not None:
             raise self.fence
         if self._play.traced:
@@ -194,15 +195,14 @@ class Actor:
         if self.fence is not None:
             raise self.fence
 
-    def _stray(self, step: Step) -> NoReturn:
+    def _stray(self, step: Step) -> None:
         self.doubt(
             f"the job works with threads of its own ({threading.current_thread().name!r} did {step.detail}): steps "
             f"that "
             "overlap within one delivery cannot be put in an order. Two deliveries at once are not covered for it; "
             "duplicates=1 checks crashes only."
         )
-        self.fence = Fenced()
-        raise self.fence
+        self.fence = Fenced()  # raised at its own next step; a thread of the job's could do nothing with it
 
     # -- for whoever drives -----------------------------------------------------------------------------------------
 
@@ -371,6 +371,8 @@ class Play:
             actor.thread.join(_GRACE)
         if actor.cause is not None:
             raise actor.cause
+        if actor.fence is not None or actor.end == "stopped":
+            raise Hung(self.doubts[-1] if self.doubts else f"delivery {actor.number} was ended")
 
     def _await(self, actor: Actor) -> None:
         """Until it stands at its next boundary, or waits in a server for somebody else."""
@@ -405,6 +407,10 @@ class Play:
     def _hang(self, actor: Actor) -> NoReturn:
         where = f" after {actor.pending.detail}" if actor.pending else ""
         actor.fence = Fenced()
+        self._world.cancel(actor)  # a statement that runs ends, or nothing could be closed
+        end = _monotonic() + _GRACE
+        while not self.back.acquire(timeout=0.2) and actor.thread.is_alive() and _monotonic() < end:
+            _raise_in(actor.thread)
         raise Hung(
             f"delivery {actor.number} did not come back within {self._limit:.0f} s{where}: it waits for something "
             "that the check does not see, such as a lock in memory that the other delivery holds. Separate workers "

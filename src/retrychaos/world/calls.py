@@ -268,6 +268,7 @@ class Calls:
     def leave(self, owner: object) -> None:
         """Receivers keep nothing open."""
 
+    alone = ""
     detailed = False
 
     def waits(self, owner: object) -> bool:

@@ -316,6 +316,7 @@ class PostgresDatabase:
 
     # -- deliveries that overlap --------------------------------------------------------------------------------------
 
+    alone = ""
     detailed = True
 
     def holds(self, owner: object) -> str:

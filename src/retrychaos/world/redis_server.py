@@ -171,6 +171,7 @@ class RedisServer:
         self.connections.clear()
         return lines
 
+    alone = ""
     detailed = False
 
     def waits(self, owner: object) -> bool:

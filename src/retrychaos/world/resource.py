@@ -65,6 +65,8 @@ class Resource(Protocol):
         """The check is over, its clock was `ahead` seconds ahead of real time: what lives for a time lives as long."""
         ...
 
+    alone: str
+    """Why it cannot be used by several deliveries at once in this process, and what to do; empty if it can."""
     detailed: bool
     """What one delivery has open here can matter to others in more ways than holds() says."""
 

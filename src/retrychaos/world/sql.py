@@ -48,12 +48,10 @@ _SHARED_SESSION = (
 )
 
 
-def _not_shared(label: str) -> str:
-    return (
-        f"{label} cannot be used by two deliveries at once: a database in memory belongs to one connection, where each "
-        "would see and roll back the other's work. Use a SQLite file (chaos.sql, or one in tmp_path), or check crashes "
-        "only with duplicates=1."
-    )
+_UNSEEN = (
+    "the connection to {} was opened before the check, or by other means than sqlite3.connect, so it cannot be told "
+    "when it waits for another delivery. Let the job open its connections through an engine, or use duplicates=1."
+)
 
 
 class SqlSource:
@@ -112,7 +110,9 @@ class SqlSource:
         setattr(owner, name, functools.wraps(original)(make(original)))
 
     def cancel(self, owner: object) -> None:
-        """Nothing waits anywhere but here."""
+        for _, handle in list(self._handles.values()):
+            if handle.owner is owner:
+                handle.connection.interrupt()
 
     def leave(self, owner: object) -> None:
         for key, (database, handle) in list(self._handles.items()):
@@ -300,7 +300,7 @@ class SqlSource:
             raw.tie(known, handle, lambda statement: self._traced(known, handle, statement))
             return
         if self._stage.concurrent:
-            self._stage.fail(SharingError(_not_shared(known.label)))
+            self._stage.fail(SharingError(known.alone or _UNSEEN.format(known.label)))
         raw.set_trace_callback(self._tracer(known, handle))
 
     # -- several deliveries -----------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ from retrychaos.world.sqlite_effects import Effect, explain
 from retrychaos.world.sqlite_ids import shift_row_ids
 from retrychaos.world.sqlite_turns import TurnConnection
 
+_ALONE = (
+    "{} cannot be used by two deliveries at once: a database in memory belongs to one connection, where each would see "
+    "and roll back the other's work. Use a SQLite file (chaos.sql, or one in tmp_path), or check crashes only with "
+    "duplicates=1."
+)
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _MOST_ROWS = 500_000
 """Rows of relations that are kept for the case that the same state is read again."""
@@ -88,6 +93,7 @@ class SqliteDatabase:
         self._altered = False
         self._explained = 0
         self.commits = 0
+        self.alone = "" if path is not None else _ALONE.format(label)
         if path is not None:
             reader.execute("PRAGMA busy_timeout = 0")
             reader.execute("PRAGMA synchronous = OFF")

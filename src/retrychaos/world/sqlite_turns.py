@@ -224,15 +224,20 @@ class TurnCursor(sqlite3.Cursor):
         if not self.connection.tied:
             super().executescript(script)
             return self
-        if self.connection.in_transaction:
-            self.connection.commit()
-        statement = ""
-        for piece in script.split(";"):
-            statement += piece + ";"
-            if sqlite3.complete_statement(statement):
-                if statement.strip("; \t\r\n"):
-                    self.execute(statement)
-                statement = ""
+        connection = self.connection
+        if connection.in_transaction:
+            connection.commit()
+        level, connection.isolation_level = connection.isolation_level, None  # no BEGIN is added in a script
+        try:
+            statement = ""
+            for piece in script.split(";"):
+                statement += piece + ";"
+                if sqlite3.complete_statement(statement):
+                    if statement.strip("; \t\r\n"):
+                        self.execute(statement)
+                    statement = ""
+        finally:
+            connection.isolation_level = level
         return self
 
     def close(self) -> None:
