@@ -111,15 +111,15 @@ def test_every_type_is_put_back_as_it_was(zoo: Engine) -> None:
         assert database.sweep() is start
 
 
-@pytest.mark.parametrize("column", [name for name in COLUMNS if name != "null"])
-def test_a_change_of_any_type_is_seen(zoo: Engine, column: str) -> None:
+def test_a_change_of_any_type_is_seen(zoo: Engine) -> None:
     with resource_on(zoo) as database:
         start, blob = database.version, database.save()
-        run(zoo, f'UPDATE zoo SET "{column}" = NULL')
-        assert database.sweep() is not start
-        database.restore(start, blob)
-        run(zoo, 'UPDATE zoo SET "text" = "text"')
-        assert database.sweep() is start
+        for column in COLUMNS.keys() - {"null"}:
+            run(zoo, f'UPDATE zoo SET "{column}" = NULL')
+            assert database.sweep() is not start, column
+            database.restore(start, blob)
+            run(zoo, 'UPDATE zoo SET "text" = "text"')
+            assert database.sweep() is start, column
 
 
 CELLS: dict[str, Cell] = {
@@ -131,10 +131,10 @@ CELLS: dict[str, Cell] = {
     "raw": b"\x00\xff\x5c\x27",
     "null": None,
     "empty": "",
-    "text": "it's\n\\ \"quoted\" %s {x} ü 🙂",
+    "text": 'it\'s\n\\ "quoted" %s {x} ü 🙂',
     "ints": ((1, 2), (3, None)),
     "bounds": "[0:1]={7,8}",
-    "texts": ("a", "NULL", None, "", "{x,y}", 'q"b\\', " "),
+    "texts": ("a", "NULL", None, "", "{x,y}", 'q\\"b\\\\', " "),
     "flags": (True, False),
     "blobs": (b"\x00\xff",),
     "none": (),
@@ -172,7 +172,11 @@ TABLES = {
 def test_every_kind_of_table_is_put_back(engine: Engine, kind: str) -> None:
     columns, values = TABLES[kind]
     name = '"' + kind.replace('"', '""') + '"'
-    run(engine, f"CREATE {'UNLOGGED' if kind == 'unlogged' else ''} TABLE {name} ({columns})", f"INSERT INTO {name} {values}")
+    run(
+        engine,
+        f"CREATE {'UNLOGGED' if kind == 'unlogged' else ''} TABLE {name} ({columns})",
+        f"INSERT INTO {name} {values}",
+    )
     before = whole(engine, name)
     with resource_on(engine) as database:
         start, blob = database.version, database.save()
@@ -221,7 +225,10 @@ def test_schemas_partitions_and_heirs(engine: Engine) -> None:
         assert Counter(relations["events"].rows) == {(1, "2024-05-05", 1): 1, (2, "2025-05-05", 2): 1}
         assert relations["parent"].rows == ((1,),)
         start, blob = database.version, database.save()
-        run(engine, "UPDATE events SET day = day + 365 WHERE id = 1; UPDATE parent SET n = n + 10; DELETE FROM app.things")
+        run(
+            engine,
+            "UPDATE events SET day = day + 365 WHERE id = 1; UPDATE parent SET n = n + 10; DELETE FROM app.things",
+        )
         after = database.sweep().relations
         assert Counter(after["events"].rows) == {(1, "2025-05-05", 1): 1, (2, "2025-05-05", 2): 1}
         assert after["heir"].rows == ((12, 3),) and after["app.things"].rows == ()
@@ -233,7 +240,10 @@ def test_schemas_partitions_and_heirs(engine: Engine) -> None:
 
 
 def test_sequences_are_put_back(engine: Engine) -> None:
-    run(engine, "CREATE TABLE t (id serial, n int); CREATE SEQUENCE free START 7 INCREMENT -3 MINVALUE -99999 MAXVALUE 7")
+    run(
+        engine,
+        "CREATE TABLE t (id serial, n int); CREATE SEQUENCE free START 7 INCREMENT -3 MINVALUE -99999 MAXVALUE 7",
+    )
 
     def stand() -> list[tuple[Any, ...]]:
         with engine.connect() as connection:

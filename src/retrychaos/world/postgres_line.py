@@ -45,7 +45,7 @@ class LineError(Exception):
     """The server refused what the harness asked. ``locked``: somebody else is in the way."""
 
     def __init__(self, message: str, state: str | None) -> None:
-        super().__init__(message.strip())
+        super().__init__(message.strip().split("\n")[0].removeprefix("ERROR:").strip())
         self.locked = state == _LOCKED
 
 

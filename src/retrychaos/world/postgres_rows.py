@@ -122,7 +122,7 @@ class Reader:
         if before is not None and before.rows == rows:
             return before
         fresh = self._fresh(parts[0], rows, before)
-        key = (before, rows, tuple(fresh.items()))
+        key = (name, before, rows, tuple(fresh.items()))
         made = self._made.get(key)
         if made is None:
             self._held += len(rows)
