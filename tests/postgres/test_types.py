@@ -209,7 +209,8 @@ def test_equal_rows_are_counted(engine: Engine) -> None:
 def test_schemas_partitions_and_heirs(engine: Engine) -> None:
     run(
         engine,
-        'CREATE SCHEMA app; CREATE SCHEMA "pg other"; CREATE TABLE app.things (n int); INSERT INTO app.things VALUES (1)',
+        'CREATE SCHEMA app; CREATE SCHEMA "pg other"; CREATE TABLE app.things (n int)',
+        "INSERT INTO app.things VALUES (1)",
         'CREATE TABLE "pg other".things (n int); INSERT INTO "pg other".things VALUES (2)',
         "CREATE TABLE events (id bigint GENERATED ALWAYS AS IDENTITY, day date, n int) PARTITION BY RANGE (day)",
         "CREATE TABLE events_24 PARTITION OF events FOR VALUES FROM ('2024-01-01') TO ('2025-01-01')",
@@ -292,8 +293,10 @@ def test_only_drawn_ids_are_names(engine: Engine) -> None:
 def test_keys_and_references(engine: Engine) -> None:
     run(
         engine,
-        "CREATE TABLE a (id serial PRIMARY KEY); CREATE SCHEMA s; CREATE TABLE s.b (x int, y int, a int REFERENCES a, "
-        "PRIMARY KEY (y, x)); CREATE TABLE c (dropped int, b int, FOREIGN KEY (b) REFERENCES a); ALTER TABLE c DROP dropped",
+        "CREATE TABLE a (id serial PRIMARY KEY); CREATE SCHEMA s",
+        "CREATE TABLE s.b (x int, y int, a int REFERENCES a, "
+        "PRIMARY KEY (y, x)); CREATE TABLE c (dropped int, b int, FOREIGN KEY (b) REFERENCES a)",
+        "ALTER TABLE c DROP dropped",
     )
     with resource_on(engine) as database:
         relations = database.version.relations

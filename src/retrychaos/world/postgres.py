@@ -9,6 +9,7 @@ committed work only.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ _LARGE_OBJECTS = 2613
 _FAR = 110.0
 """Seconds; more than the second clean run is ahead."""
 _HARMLESS = frozenset(
-    ("SELECT", "INSERT", "UPDATE", "DELETE", "MERGE", "FETCH", "MOVE", "COPY", "VALUES", "EXECUTE", "EXPLAIN", "BEGIN")
-    + ("START", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE", "SET", "RESET", "SHOW", "LOCK", "PREPARE", "DEALLOCATE")
-    + ("LISTEN", "UNLISTEN", "NOTIFY", "ANALYZE", "VACUUM", "CHECKPOINT", "TRUNCATE", "DECLARE", "CLOSE")
+    re.findall(
+        r"\w+",
+        """SELECT INSERT UPDATE DELETE MERGE FETCH MOVE COPY VALUES EXECUTE EXPLAIN DECLARE CLOSE BEGIN START COMMIT ROLLBACK
+        SAVEPOINT RELEASE SET RESET SHOW LOCK PREPARE DEALLOCATE LISTEN UNLISTEN NOTIFY ANALYZE VACUUM CHECKPOINT
+        TRUNCATE DISCARD""",
+    )
 )
 """First words of the tags of commands that change no schema by themselves."""
 _WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
@@ -36,13 +37,21 @@ _OPEN = (
     "the connection was already inside a transaction when the check began, so what the job commits there is not what a "
     "crash would leave. Commit or close it in the fixture before the check, and let the job open its own."
 )
-_forks = itertools.count(1)
-_process = 0
+_installed = 0
+_inherited: frozenset[tuple[int, int]] = frozenset()
+"""Sockets that were open when this process was forked from one that was checking: they are the parent's."""
 
 
 def _forked() -> None:
-    global _process
-    _process = next(_forks)
+    global _inherited
+    if _installed:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                about = os.fstat(int(name))
+                if stat.S_ISSOCK(about.st_mode):
+                    found.add((about.st_dev, about.st_ino))
+        _inherited = frozenset(found)
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -57,7 +66,6 @@ class PostgresSource:
         self._followed: dict[int, tuple[PostgresDatabase, Handle]] = {}
         self._resting: dict[int, Any] = {}
         """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
-        self._process = 0
         self._patched: list[tuple[Any, str, Any]] = []
         self._drivers: set[str] = set()
         self._factories: list[tuple[Any, Any]] = []
@@ -66,13 +74,15 @@ class PostgresSource:
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
             (DefaultDialect, "do_connect", self._on_do_connect),
+            (Engine, "begin_twophase", self._on_two_phases),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
 
     # -- Source -------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        self._process = _process
+        global _installed
+        _installed += 1
         for target, name, listener in self._listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
@@ -93,6 +103,8 @@ class PostgresSource:
         self._busy = 0
 
     def uninstall(self) -> None:
+        global _installed
+        _installed -= bool(self._installed)
         while self._installed:
             event.remove(*self._installed.pop())
         while self._patched:
@@ -156,7 +168,13 @@ class PostgresSource:
 
     def _is_strange(self, raw: Any) -> bool:
         """It was opened before this process was forked, and belongs to the parent."""
-        return _process != self._process and id(raw) not in self._resting and id(raw) not in self._followed
+        if not _inherited:
+            return False
+        try:
+            about = os.fstat(raw.fileno())
+        except Exception:  # closed
+            return False
+        return (about.st_dev, about.st_ino) in _inherited
 
     def follow(self, raw: Any, record: Any = None) -> tuple[PostgresDatabase, Handle] | None:
         """The database of a connection; None if what happens there is none of our business."""
@@ -194,6 +212,7 @@ class PostgresSource:
                 return original(dialect, raw)
             if self._is_strange(raw):
                 cut_off(raw)
+                return False
             quiet, self._stage.quiet = self._stage.quiet, True
             try:
                 return original(dialect, raw)
@@ -273,6 +292,11 @@ class PostgresSource:
                 "keeps its locks, so no state after it could be put back. Use plain transactions under the check."
             )
         )
+
+    def _on_two_phases(self, connection: Any, xid: Any) -> None:
+        raw = connection.connection.dbapi_connection
+        if self._stage.running and driver_of(raw) in _DRIVERS and (found := self.follow(raw)) is not None:
+            self._refuse_two_phases(found[0])
 
     # -- psycopg 3 ----------------------------------------------------------------------------------------------------
 
