@@ -9,7 +9,6 @@ committed work only.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
+from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, Line, LineError, backend, finish, run, standing
 from retrychaos.world.postgres_rows import Reader, Rows, changes
 from retrychaos.world.resource import Blob, Stage
@@ -27,35 +27,6 @@ _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "Acce
 _LARGE_OBJECTS = 2613
 _FAR = 110.0
 """Seconds; more than the second clean run is ahead."""
-_HARMLESS = frozenset(
-    re.findall(
-        r"\w+",
-        """SELECT INSERT UPDATE DELETE MERGE FETCH MOVE COPY VALUES EXECUTE EXPLAIN DECLARE CLOSE BEGIN START COMMIT ROLLBACK
-        SAVEPOINT RELEASE SET RESET SHOW LOCK PREPARE DEALLOCATE LISTEN UNLISTEN NOTIFY ANALYZE VACUUM CHECKPOINT
-        TRUNCATE DISCARD""",
-    )
-)
-"""First words of the tags of commands that change no schema by themselves."""
-_WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
-
-
-@dataclass(eq=False)
-class Handle:
-    """One connection of the job to the database, tracked while a delivery runs."""
-
-    raw: Any
-    record: Any
-    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a plain connection."""
-    pid: int | None
-    """Of its backend, if its locks can be seen there."""
-    unhooked: bool = False
-    """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
-    open: bool = False
-    """A transaction was open after its last statement."""
-    wrote: bool = False
-    lost: bool = False
-    altered: bool = False
-    """A command has run in the open transaction that may have changed the schema."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,17 +90,15 @@ class PostgresDatabase:
 
     def ended(self, handle: Handle) -> None:
         """A transaction or statement is over, and nobody was asked before what it wrote."""
-        altered, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
         self._dirty = None
         self.stage.touched(self)
-        if altered:
+        if handle.over():
             self._refuse_new_schema()
 
     def executed(self, handle: Handle, tags: Sequence[str], was_idle: bool) -> None:
         """A statement has run; `tags`: what the server called it."""
         words = [tag.split(" ", 1)[0] for tag in tags if tag]
-        handle.altered = handle.altered or not _HARMLESS.issuperset(words)
-        handle.wrote = handle.wrote or not _WRITERS.isdisjoint(words)
+        handle.ran(words)
         status = standing(handle.raw)
         if status in (IN_TRANSACTION, FAILED):
             handle.open = True
@@ -146,7 +115,7 @@ class PostgresDatabase:
     def committing(self, handle: Handle) -> None:
         """A COMMIT comes next. What it commits is read at the next boundary."""
         status = standing(handle.raw)
-        wrote_schema, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
+        altered = handle.over()
         if status != IN_TRANSACTION:
             return
         self.stage.touched(self)
@@ -163,10 +132,10 @@ class PostgresDatabase:
                 self._refuse_large_objects()
             self._check_tables(tables)
             known = tables & self._schema.tables.keys()
-            wrote_schema = wrote_schema or heavy or bool(tables - self._schema.oids)
+            altered = altered or heavy or bool(tables - self._schema.oids)
             if self._dirty is not None:
                 self._dirty |= known
-        if wrote_schema and run(handle.raw, MARK)[0][0] != self._schema.mark:
+        if altered and run(handle.raw, MARK)[0][0] != self._schema.mark:
             self._refuse_ddl("is about to change")
 
     def _check_tables(self, tables: set[int]) -> None:

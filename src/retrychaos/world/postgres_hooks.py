@@ -25,7 +25,9 @@ from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.values import short
-from retrychaos.world.postgres import Handle, PostgresDatabase
+from retrychaos.world.postgres import PostgresDatabase
+from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
+from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, cut_off, driver_of, standing
 from retrychaos.world.postgres_servers import Servers
 from retrychaos.world.resource import Stage
@@ -202,7 +204,7 @@ class PostgresSource:
             self._stage.quiet = quiet
         if handle.unhooked:
             self._factories.append((raw, raw.cursor_factory))
-            raw.cursor_factory = self._cursor_class(raw.cursor_factory)
+            raw.cursor_factory = self._cursor(raw.cursor_factory)
         self._followed[id(raw)] = (database, handle)
         return database, handle
 
@@ -236,7 +238,7 @@ class PostgresSource:
             yield
             return
         database, handle = found
-        text, template = texts(_query_text(query, raw))
+        text, template = texts(query_text(query, raw))
         self._watch_out(database, text)
         database.settle(handle)
         detail = f"{text} {short(values)}" if values and self._stage.traced else text
@@ -250,7 +252,7 @@ class PostgresSource:
             yield
         finally:
             self._busy -= 1
-            database.executed(handle, _tags(cursor), was_idle)
+            database.executed(handle, tags(cursor), was_idle)
 
     def _commit(self, raw: Any) -> None:
         found = self._of(raw)
@@ -375,62 +377,10 @@ class PostgresSource:
         def cursor(fairy: Any, *args: Any, **kwargs: Any) -> Any:
             raw = fairy.dbapi_connection
             if self._stage.running and kwargs.get("cursor_factory") and driver_of(raw) == "psycopg2":
-                kwargs["cursor_factory"] = self._cursor_class(kwargs["cursor_factory"])
+                kwargs["cursor_factory"] = self._cursor(kwargs["cursor_factory"])
             return original(fairy, *args, **kwargs)
 
         return cursor
 
-    def _cursor_class(self, base: Any) -> Any:
-        from psycopg2 import extensions
-
-        source = self
-
-        class Cursor(base or extensions.cursor):  # type: ignore[misc]
-            def execute(self, query: Any, vars: Any = None) -> Any:
-                with source._statement(self.connection, query, vars, self):
-                    return super().execute(query, vars)
-
-            def executemany(self, query: Any, vars_list: Any) -> Any:
-                if source._stage.running and not source._busy and self.connection.autocommit:
-                    for row in vars_list:  # each is committed by itself
-                        self.execute(query, row)
-                    return None
-                rows = list(vars_list)
-                with source._statement(self.connection, query, rows, self):
-                    return super().executemany(query, rows)
-
-            def callproc(self, procname: Any, parameters: Any = None) -> Any:
-                with source._statement(self.connection, f"CALL {procname}", parameters, self):
-                    return super().callproc(procname, parameters) if parameters else super().callproc(procname)
-
-            def copy_expert(self, sql: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, sql, None, self):
-                    return super().copy_expert(sql, file, *args, **kwargs)
-
-            def copy_from(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, f"COPY {table} FROM STDIN", None, self):
-                    return super().copy_from(file, table, *args, **kwargs)
-
-            def copy_to(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, f"COPY {table} TO STDOUT", None, self):
-                    return super().copy_to(file, table, *args, **kwargs)
-
-        return Cursor
-
-
-def _query_text(query: Any, raw: Any) -> str:
-    if isinstance(query, str):
-        return query
-    if isinstance(query, bytes):
-        return query.decode("utf-8", "replace")
-    return str(query.as_string(raw)) if hasattr(query, "as_string") else str(query)
-
-
-def _tags(cursor: Any) -> list[str]:
-    """What the server called the commands that a cursor has just run."""
-    results = getattr(cursor, "_results", None)
-    if results:
-        statuses = [result.command_status for result in results[:8] + results[-1:]]
-        return [status.decode() for status in statuses if status]
-    status = getattr(cursor, "statusmessage", None)
-    return [status] if status else []
+    def _cursor(self, base: Any) -> Any:
+        return cursor_class(base, self._statement, lambda: self._stage.running and not self._busy)
