@@ -118,25 +118,28 @@ class PostgresDatabase:
         altered = handle.over()
         if status != IN_TRANSACTION:
             return
-        self.stage.touched(self)
         if handle.pid is None:
             self._dirty = None
         else:
             locks = self._ask(
-                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND locktype = 'relation' "
-                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock')"
+                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND (locktype = 'relation' "
+                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock') "
+                "OR locktype = 'transactionid' AND mode = 'ExclusiveLock')"
             )
-            tables = {int(str(relation)) for relation, _ in locks if int(str(relation)) >= 16384}
-            heavy = any(mode in _HEAVY for _, mode in locks)
+            tables = {int(relation) for relation, _ in locks if relation is not None and int(relation) >= 16384}
+            heavy = any(relation is not None and mode in _HEAVY for relation, mode in locks)
             if any(relation == str(_LARGE_OBJECTS) for relation, _ in locks):
                 self._refuse_large_objects()
             self._check_tables(tables)
+            if all(relation is not None for relation, _ in locks):
+                return  # it has no number, so it has not written anything here
             known = tables & self._schema.tables.keys()
             altered = altered or heavy or bool(tables - self._schema.oids)
             if self._dirty is not None:
                 self._dirty |= known
         if altered and run(handle.raw, MARK)[0][0] != self._schema.mark:
             self._refuse_ddl("is about to change")
+        self.stage.touched(self)
 
     def _check_tables(self, tables: set[int]) -> None:
         for oid in tables & self._schema.empty.keys():
@@ -167,10 +170,14 @@ class PostgresDatabase:
                     self.stage.touched(self)
         if self._dirty is None or self._dirty:
             dirty, self._dirty = self._dirty, set()
-            log = self._log_position()
-            if log != self._log:
+            if dirty is None:
+                log = self._log_position()
+                if log == self._log:
+                    return self.version  # nothing at all was committed
                 self._log = log
-                self.version = self._read(dirty)
+            else:
+                self._log = None  # it has moved on, and where to is asked when it matters
+            self.version = self._read(dirty)
         return self.version
 
     def sweep(self) -> Version:
@@ -201,7 +208,7 @@ class PostgresDatabase:
         self._dirty = set()
         try:
             log = self._log_position()
-            if not self._trusted or log != self._log:
+            if not self._trusted or log != self._full_log:
                 self._reader.read(None)
                 self._trusted = True
             if self._put_back(blob):
