@@ -16,8 +16,9 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, select, text, update
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.dialects.postgresql.psycopg2 import PGDialect_psycopg2
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import NullPool, QueuePool
 from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos import Chaos
@@ -91,9 +92,78 @@ def test_an_open_connection_as_payload_is_refused_in_a_fork(check: Chaos, shop: 
         assert connection.scalar(text("SELECT max(n) FROM orders")) == 0
 
 
-def test_engines_with_settings_of_their_own(check: Chaos, shop: Engine) -> None:
+LEFTOVERS = {
+    "setting": ("SET application_name = 'left'", "SELECT current_setting('application_name') = 'left'"),
+    "role": ("SET ROLE pg_read_all_data; RESET ROLE; SET ROLE postgres", "SELECT current_setting('role') <> 'none'"),
+    "lock": ("SELECT pg_advisory_lock(5)", "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory')"),
+    "temporary": ("CREATE TEMP TABLE left_over (n int)", "SELECT to_regclass('left_over') IS NOT NULL"),
+    "prepared": (
+        "PREPARE left_over AS SELECT 1",
+        "SELECT EXISTS (SELECT FROM pg_prepared_statements WHERE name = 'left_over')",
+    ),
+    "listening": ("LISTEN left_over", "SELECT EXISTS (SELECT FROM pg_listening_channels())"),
+    "currval": ("SELECT setval('invoices_id_seq', 5)", "SELECT lastval() > 0"),
+}
+
+
+@pytest.mark.parametrize("kind", list(LEFTOVERS))
+def test_nothing_of_a_session_survives_a_delivery(check: Chaos, shop: Engine, kind: str) -> None:
+    leave, ask = LEFTOVERS[kind]
+    found: list[Any] = []
+
+    def job() -> None:
+        with shop.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            try:
+                found.append(connection.scalar(text(ask)))
+            except DBAPIError:  # lastval() of a new session
+                found.append(False)
+            connection.execute(text(leave))
+        with shop.begin() as connection:
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+
+    assert check.check(job).verdict == "proven"
+    assert len(found) >= 3 and not any(found)
+
+
+def test_what_a_job_leaves_on_a_connection_of_the_pool_is_gone(check: Chaos, shop: Engine) -> None:
+    found: list[Any] = []
+
+    def job() -> None:
+        with shop.connect() as connection:
+            found.append(connection.info.get("left"))
+            connection.info["left"] = True
+        raw: Any = shop.raw_connection()
+        found.append(raw.driver_connection.autocommit)
+        raw.driver_connection.autocommit = True
+        raw.close()
+        with shop.begin() as connection:
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+
+    assert check.check(job).verdict == "proven"
+    assert not any(found)
+
+
+def test_connections_are_used_again(check: Chaos, shop: Engine) -> None:
+    """Connecting takes longer than all else in a small delivery."""
+    pids = set()
+
+    def job() -> None:
+        for key in range(5):
+            with shop.begin() as connection:
+                raw: Any = connection.connection.dbapi_connection
+                pids.add(raw.info.backend_pid)
+                connection.execute(text("INSERT INTO once (key) VALUES (:k) ON CONFLICT DO NOTHING"), {"k": str(key)})
+
+    with shop.connect() as connection:  # of the pool before the check: closed after the first delivery
+        connection.execute(text("SELECT 1"))
+    report = check.check(job)
+    assert report.runs >= 7 and len(pids) <= 3
+
+
+@pytest.mark.parametrize("pool", [NullPool, QueuePool])
+def test_engines_with_settings_of_their_own(check: Chaos, shop: Engine, pool: Any) -> None:
     """What a listener sets on each new connection is there in every delivery, and is no step."""
-    engine = create_engine(shop.url, poolclass=NullPool)
+    engine = create_engine(shop.url, poolclass=pool)
 
     @event.listens_for(engine, "connect")
     def settings(raw: Any, record: Any) -> None:

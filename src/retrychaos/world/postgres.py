@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -67,7 +67,7 @@ class PostgresDatabase:
 
     # -- what hooks tell --------------------------------------------------------------------------------------------
 
-    def follow(self, raw: Any, record: Any, unhooked: bool) -> Handle:
+    def follow(self, raw: Any, record: Any, renew: Callable[[Any], bool], unhooked: bool) -> Handle:
         """A connection of the job, from its first use in this delivery on."""
         handle = self.handles.get(id(raw))
         if handle is None:
@@ -76,7 +76,7 @@ class PostgresDatabase:
                 # Behind a pooler the pid is not that of a backend, and locks could not be found by it.
                 seen = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND datname = current_database()"
                 self._direct = bool(self._ask(seen))
-            handle = self.handles[id(raw)] = Handle(raw, record, pid if self._direct else None, unhooked)
+            handle = self.handles[id(raw)] = Handle(raw, record, pid if self._direct else None, renew, unhooked)
         return handle
 
     def looks_at_clock(self, text: str) -> bool:
@@ -331,7 +331,7 @@ class PostgresDatabase:
         return self.version if same else Version(new, real_time=True)
 
     def _log_position(self) -> str | None:
-        return self._ask(_LOG)[0][0]
+        return self._ask_again(_LOG)
 
     def _ask(self, sql: str) -> list[tuple[str | None, ...]]:
         try:
@@ -341,13 +341,19 @@ class PostgresDatabase:
                 WorldError(f"{self.label} does not answer the check, which is lost without it: {problem}")
             )
 
+    def _ask_again(self, sql: str) -> str | None:
+        try:
+            return self._line.ask_again(sql)[0][0]
+        except LineError:
+            return self._ask(sql)[0][0]
+
     def _ask_plain(self, sql: str) -> None:
         self._line.ask(sql)
 
     # -- refusing ---------------------------------------------------------------------------------------------------
 
     def _refuse_new_schema(self) -> None:
-        if self._ask(MARK)[0][0] != self._schema.mark:
+        if self._ask_again(MARK) != self._schema.mark:
             self._refuse_ddl("has changed")
 
     def _refuse_ddl(self, how: str) -> NoReturn:
@@ -369,7 +375,9 @@ class PostgresDatabase:
         )
 
     def _drop(self, handle: Handle) -> None:
-        """Its locks are gone before this returns; a closed socket alone would leave that to the server's leisure."""
+        """Its locks are gone before this returns; a closed socket would leave that to the server's leisure."""
+        if handle.renew(handle.raw):
+            return
         with contextlib.suppress(Exception):
             if standing(handle.raw) in (IN_TRANSACTION, FAILED):
                 handle.raw.rollback()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Handle:
     """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a plain connection."""
     pid: int | None
     """Of its backend, if its locks can be seen there."""
+    renew: Callable[[Any], bool]
+    """Makes it as new for the next delivery, or says that it must be closed."""
     unhooked: bool = False
     """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
     open: bool = False

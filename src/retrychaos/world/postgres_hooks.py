@@ -30,6 +30,7 @@ from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
 from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, cut_off, driver_of, standing
 from retrychaos.world.postgres_servers import Servers
+from retrychaos.world.postgres_sessions import Sessions
 from retrychaos.world.resource import Stage
 from retrychaos.world.sql_texts import texts
 
@@ -65,6 +66,7 @@ class PostgresSource:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._servers = Servers(stage)
+        self._sessions = Sessions()
         self._followed: dict[int, tuple[PostgresDatabase, Handle]] = {}
         self._resting: dict[int, Any] = {}
         """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
@@ -117,6 +119,7 @@ class PostgresSource:
                 setattr(owner, name, original)
         self._drivers.clear()
         self._restore_factories()
+        self._sessions.close()
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = owner.__dict__.get(name, _MISSING)
@@ -197,7 +200,9 @@ class PostgresSource:
         quiet, self._stage.quiet = self._stage.quiet, True
         try:
             database = self._servers.of(raw)
-            handle = database.follow(raw, record, driver_of(raw) == "psycopg2")
+            handle = database.follow(raw, record, self._sessions.renew, driver_of(raw) == "psycopg2")
+            if id(raw) in self._resting:
+                self._sessions.met(raw, record)
         except WorldError as problem:
             self._stage.refuse(problem)
         finally:

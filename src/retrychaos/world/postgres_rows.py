@@ -55,7 +55,7 @@ class Reader:
         for start in range(0, len(tables), _AT_ONCE):
             some = tables[start : start + _AT_ONCE]
             try:
-                self._take(some, self._line.ask(self._select(some)))
+                self._take(some, self._line.ask_again(self._select(some)))
             except LineError as problem:
                 if not problem.locked:
                     raise
@@ -67,7 +67,7 @@ class Reader:
         """An open transaction has locked a table against readers: what was read of it before is still true."""
         for table in tables:
             try:
-                self._take([table], self._line.ask(self._select([table])))
+                self._take([table], self._line.ask_again(self._select([table])))
             except LineError as problem:
                 if not problem.locked or table.oid not in self.rows:
                     raise
@@ -167,7 +167,7 @@ class Reader:
     def sequences(self) -> dict[int, tuple[int, bool]]:
         """Where each sequence stands now: its last value, and whether that was given out. No transaction holds it."""
         if self._schema.sequences:
-            for oid, value in self._line.ask(
+            for oid, value in self._line.ask_again(
                 "SELECT seqrelid, pg_sequence_last_value(seqrelid) FROM pg_sequence WHERE seqrelid >= 16384"
             ):
                 number = int(str(oid))
