@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import psycopg2
 import pytest
+from psycopg2.extras import DictCursor
 from sqlalchemy import Engine, create_engine, event, select, text, update
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.dialects.postgresql.psycopg2 import PGDialect_psycopg2
@@ -213,6 +214,29 @@ def test_two_engines_on_one_database_are_one(check: Chaos, shop: Engine) -> None
     report = check.check(job)
     assert report.verdict == "proven" and report.states == 2
     other.dispose()
+
+
+@pytest.mark.parametrize("factory", [None, DictCursor])
+def test_a_plain_psycopg2_connection_is_followed(check: Chaos, shop: Engine, factory: Any) -> None:
+    host, name = str(shop.url.query["host"]), str(shop.url.database)
+
+    def pay(once: bool) -> None:
+        connection = psycopg2.connect(host=host, dbname=name, user="postgres", cursor_factory=factory)
+        cursor = connection.cursor()
+        cursor.execute("SELECT status FROM orders WHERE id = 1")
+        if cursor.fetchone()[0] == "new":
+            cursor.execute("INSERT INTO invoices (order_id) VALUES (1)")
+            if not once:
+                connection.commit()
+            cursor.execute("UPDATE orders SET status = 'done' WHERE id = 1")
+        connection.commit()
+        connection.close()
+
+    report = check.explore(pay, False)
+    assert {(finding.kind, finding.effect) for finding in report.findings} == {("duplicated", "invoices")}
+    with shop.begin() as connection:
+        connection.execute(text("UPDATE orders SET status = 'new'; DELETE FROM invoices"))
+    assert check.check(pay, True).verdict == "proven"
 
 
 def test_a_plain_psycopg_connection_is_followed(check: Chaos, shop: Engine) -> None:

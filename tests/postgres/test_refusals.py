@@ -323,6 +323,16 @@ def test_effects_outside_of_rows_are_doubted(check: Chaos, shop: Engine, kind: s
     assert "effect outside the ledger" in report.stop_reason
 
 
+def test_a_notify_that_does_no_harm_can_be_declared(check: Chaos, shop: Engine) -> None:
+    def job() -> None:
+        with shop.begin() as connection:
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+            connection.execute(text("NOTIFY work"))
+
+    report = check(volatile=["notify"]).check(job)
+    assert report.verdict == "proven" and "not compared: notify" in report.guarantee
+
+
 def test_a_trigger_that_notifies_is_doubted(check: Chaos, shop: Engine) -> None:
     execute(
         shop,
@@ -396,6 +406,20 @@ def test_a_job_that_waits_by_the_servers_clock_is_not_called_stuck(check: Chaos,
     with pytest.raises(WorldError, match=r"looks at the clock of .* which the check cannot move"):
         check.check(job)
     assert status(shop) == "new"
+
+
+def test_the_servers_clock_is_no_obstacle_where_nothing_waits_for_it(check: Chaos, shop: Engine, chaos: Chaos) -> None:
+    """The job is delivered after its lock in Redis has ended, and stamps a row then."""
+    execute(shop, "ALTER TABLE orders ADD COLUMN touched timestamptz")
+
+    def job() -> None:
+        if not chaos.redis.set("lock", 1, nx=True, ex=900):
+            raise RuntimeError("somebody else is at work")
+        with shop.begin() as connection:
+            connection.execute(text("UPDATE orders SET status = 'done', touched = now() WHERE id = 1"))
+        chaos.redis.delete("lock")
+
+    assert check.check(job).verdict == "proven"
 
 
 def test_a_lease_by_the_clock_of_the_job_is_waited_for(check: Chaos, shop: Engine) -> None:

@@ -18,7 +18,18 @@ from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
 from retrychaos.world.postgres_handle import Handle
-from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, Line, LineError, backend, finish, run, standing
+from retrychaos.world.postgres_line import (
+    ACTIVE,
+    FAILED,
+    IDLE,
+    IN_TRANSACTION,
+    Line,
+    LineError,
+    backend,
+    finish,
+    run,
+    standing,
+)
 from retrychaos.world.postgres_rows import Reader, Rows, changes
 from retrychaos.world.resource import Blob, Stage
 
@@ -85,7 +96,7 @@ class PostgresDatabase:
 
     def settle(self, handle: Handle) -> None:
         """Before a boundary: has a transaction ended without a hook having seen it?"""
-        if handle.open and standing(handle.raw) == IDLE:
+        if handle.open and standing(handle.raw) not in (IN_TRANSACTION, FAILED, ACTIVE):
             self.ended(handle)
 
     def ended(self, handle: Handle) -> None:
@@ -156,9 +167,17 @@ class PostgresDatabase:
                     "in another store, which the check can neither see nor put back. Use a plain table in tests."
                 )
             )
-        for category, told in (("notify", "sends a NOTIFY"), ("outside", "reaches outside the database")):
-            if tables & self._schema.triggers[category]:
-                self.stage.doubt(f"effect outside the ledger: a trigger on {self.label} {told}")
+        if tables & self._schema.triggers["notify"]:
+            self.doubt_notify("a trigger")
+        if tables & self._schema.triggers["outside"]:
+            self.stage.doubt(f"effect outside the ledger: a trigger on {self.label} reaches outside the database")
+
+    def doubt_notify(self, who: str) -> None:
+        if "notify" not in self.stage.options("volatile"):
+            self.stage.doubt(
+                f"effect outside the ledger: {who} on {self.label} sends a NOTIFY. If it does no harm to send it "
+                'again, say so: volatile=["notify"].'
+            )
 
     # -- Resource ---------------------------------------------------------------------------------------------------
 

@@ -141,6 +141,10 @@ class PostgresSource:
             self._patch(psycopg.ServerCursor, "execute", self._execute)
             self._patch(psycopg.Connection, "pipeline", self._pipeline)
             self._patch(BaseConnection, "_exec_command", self._command)
+        else:
+            import psycopg2
+
+            self._patch(psycopg2, "connect", self._connect)
 
     def _restore_factories(self) -> None:
         for raw, factory in self._factories:
@@ -278,13 +282,13 @@ class PostgresSource:
             )
         schema = database.schema
         if schema.mentions("notify", text):
-            self._stage.doubt(f"effect outside the ledger: {text[:80]} on {database.label} sends a NOTIFY")
+            database.doubt_notify(text[:80])
         if schema.mentions("outside", text):
             self._stage.doubt(
                 f"effect outside the ledger: {text[:80]} on {database.label} reaches outside the database"
             )
         if database.looks_at_clock(text):
-            self._stage.refuse(
+            self._stage.excuse(
                 WorldError(
                     f"the job never gets further unless time goes by, and it looks at the clock of {database.label} "
                     f"({text[:80]}), which the check cannot move. So it cannot be told whether the job is stuck. "
@@ -368,6 +372,17 @@ class PostgresSource:
         return _exec_command
 
     # -- psycopg2 -----------------------------------------------------------------------------------------------------
+
+    def _connect(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            raw = original(*args, **kwargs)
+            if self._stage.running and hasattr(raw, "cursor_factory"):
+                self._factories.append((raw, raw.cursor_factory))
+                raw.cursor_factory = self._cursor(raw.cursor_factory)
+            return raw
+
+        return connect
 
     def _fairy_commit(self, original: Any) -> Any:
         def commit(fairy: Any) -> Any:

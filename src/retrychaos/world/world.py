@@ -25,6 +25,7 @@ class Recorder(Protocol):
     def refuse(self, problem: Exception) -> NoReturn: ...
     def fail(self, problem: Exception) -> None: ...
     def doubt(self, reason: str) -> None: ...
+    def excuse(self, problem: Exception) -> None: ...
     def sleep(self, seconds: float) -> None: ...
 
 
@@ -151,6 +152,10 @@ class World:
     def doubt(self, reason: str) -> None:
         if self.recorder is not None:
             self.recorder.doubt(reason)
+
+    def excuse(self, problem: Exception) -> None:
+        if self.recorder is not None:
+            self.recorder.excuse(problem)
 
     def sleep(self, seconds: float | None) -> None:
         if self.recorder is not None:
