@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +23,7 @@ from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.values import short
+from retrychaos.world import postgres_forks as forks
 from retrychaos.world.postgres import PostgresDatabase
 from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
 from retrychaos.world.postgres_handle import Handle
@@ -40,24 +39,6 @@ _OPEN = (
     "the connection was already inside a transaction when the check began, so what the job commits there is not what a "
     "crash would leave. Commit or close it in the fixture before the check, and let the job open its own."
 )
-_installed = 0
-_inherited: frozenset[tuple[int, int]] = frozenset()
-"""Sockets that were open when this process was forked from one that was checking: they are the parent's."""
-
-
-def _forked() -> None:
-    global _inherited
-    if _installed:
-        found = set()
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                about = os.fstat(int(name))
-                if stat.S_ISSOCK(about.st_mode):
-                    found.add((about.st_dev, about.st_ino))
-        _inherited = frozenset(found)
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class PostgresSource:
@@ -85,8 +66,7 @@ class PostgresSource:
     # -- Source -------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        global _installed
-        _installed += 1
+        forks.watch()
         for target, name, listener in self._listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
@@ -107,8 +87,8 @@ class PostgresSource:
         self._busy = 0
 
     def uninstall(self) -> None:
-        global _installed
-        _installed -= bool(self._installed)
+        if self._installed:
+            forks.unwatch()
         while self._installed:
             event.remove(*self._installed.pop())
         while self._patched:
@@ -169,28 +149,18 @@ class PostgresSource:
     def _on_checkout(self, raw: Any, record: Any, fairy: Any) -> None:
         if not self._stage.running or driver_of(raw) not in _DRIVERS:
             return
-        if self._is_strange(raw):
+        if forks.is_of_parent(raw):
             cut_off(raw)
             raise DisconnectionError
         self._prepare(driver_of(raw))
         self.follow(raw, record)
-
-    def _is_strange(self, raw: Any) -> bool:
-        """It was opened before this process was forked, and belongs to the parent."""
-        if not _inherited:
-            return False
-        try:
-            about = os.fstat(raw.fileno())
-        except Exception:  # closed
-            return False
-        return (about.st_dev, about.st_ino) in _inherited
 
     def follow(self, raw: Any, record: Any = None) -> tuple[PostgresDatabase, Handle] | None:
         """The database of a connection; None if what happens there is none of our business."""
         found = self._followed.get(id(raw))
         if found is not None:
             return found
-        if self._is_strange(raw):
+        if forks.is_of_parent(raw):
             cut_off(raw)
             self._stage.refuse(
                 WorldError(
@@ -221,7 +191,7 @@ class PostgresSource:
         def _do_ping_w_event(dialect: Any, raw: Any) -> Any:
             if not self._stage.running or driver_of(raw) not in _DRIVERS:
                 return original(dialect, raw)
-            if self._is_strange(raw):
+            if forks.is_of_parent(raw):
                 cut_off(raw)
                 return False
             quiet, self._stage.quiet = self._stage.quiet, True
