@@ -419,7 +419,7 @@ CREATE FUNCTION pay(o int) RETURNS void AS 'INSERT INTO invoices (order_id) VALU
 CREATE FUNCTION pay_once(o int) RETURNS void AS
     'INSERT INTO invoices (order_id) SELECT o WHERE NOT EXISTS (SELECT FROM invoices WHERE order_id = o)' LANGUAGE sql;
 INSERT INTO invoices VALUES (7, 2, 'old'); INSERT INTO lines VALUES (1, 7, 'milk');
-SELECT setval('invoices_id_seq', 100); CREATE SEQUENCE numbers START 1000;
+SELECT setval('invoices_id_seq', 100), setval('lines_id_seq', 100); CREATE SEQUENCE numbers START 1000;
 """
 AGAIN = """
 UPDATE orders SET status = 'new', n = 0; DELETE FROM lines WHERE id <> 1; DELETE FROM invoices WHERE id <> 7;

@@ -113,12 +113,14 @@ def test_nothing_of_a_session_survives_a_delivery(check: Chaos, shop: Engine, ki
     found: list[Any] = []
 
     def job() -> None:
-        with shop.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with shop.connect() as connection:
             try:
                 found.append(connection.scalar(text(ask)))
             except DBAPIError:  # lastval() of a new session
                 found.append(False)
+            connection.rollback()
             connection.execute(text(leave))
+            connection.commit()
         with shop.begin() as connection:
             connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
 
@@ -126,16 +128,18 @@ def test_nothing_of_a_session_survives_a_delivery(check: Chaos, shop: Engine, ki
     assert len(found) >= 3 and not any(found)
 
 
-def test_what_a_job_leaves_on_a_connection_of_the_pool_is_gone(check: Chaos, shop: Engine) -> None:
+@pytest.mark.parametrize("where", ["info", "driver"])
+def test_what_a_job_leaves_on_a_connection_of_the_pool_is_gone(check: Chaos, shop: Engine, where: str) -> None:
     found: list[Any] = []
 
     def job() -> None:
-        with shop.connect() as connection:
-            found.append(connection.info.get("left"))
-            connection.info["left"] = True
         raw: Any = shop.raw_connection()
-        found.append(raw.driver_connection.autocommit)
-        raw.driver_connection.autocommit = True
+        if where == "info":
+            found.append(raw.info.get("left"))
+            raw.info["left"] = True
+        else:
+            found.append(raw.driver_connection.autocommit)
+            raw.driver_connection.autocommit = True
         raw.close()
         with shop.begin() as connection:
             connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
