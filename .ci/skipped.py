@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
 
-SERVERS = {"Redis": ("redis-server", "valkey-server")}
-PLACES = "/usr/bin:/usr/local/bin:/usr/sbin"
+SERVERS = {"Redis": ("redis-server", "valkey-server"), "PostgreSQL": ("postgres",)}
+PLACES = ":".join(["/usr/bin:/usr/local/bin:/usr/sbin:/usr/local/pgsql/bin", *glob.glob("/usr/lib/postgresql/*/bin")])
 
 
 def main(path: str) -> int:

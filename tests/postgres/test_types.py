@@ -111,15 +111,15 @@ def test_every_type_is_put_back_as_it_was(zoo: Engine) -> None:
         assert database.sweep() is start
 
 
-@pytest.mark.parametrize("column", [name for name in COLUMNS if name != "null"])
-def test_a_change_of_any_type_is_seen(zoo: Engine, column: str) -> None:
+def test_a_change_of_any_type_is_seen(zoo: Engine) -> None:
     with resource_on(zoo) as database:
         start, blob = database.version, database.save()
-        run(zoo, f'UPDATE zoo SET "{column}" = NULL')
-        assert database.sweep() is not start
-        database.restore(start, blob)
-        run(zoo, 'UPDATE zoo SET "text" = "text"')
-        assert database.sweep() is start
+        for column in COLUMNS.keys() - {"null"}:
+            run(zoo, f'UPDATE zoo SET "{column}" = NULL')
+            assert database.sweep() is not start, column
+            database.restore(start, blob)
+            run(zoo, 'UPDATE zoo SET "text" = "text"')
+            assert database.sweep() is start, column
 
 
 CELLS: dict[str, Cell] = {
@@ -134,7 +134,7 @@ CELLS: dict[str, Cell] = {
     "text": 'it\'s\n\\ "quoted" %s {x} ü 🙂',
     "ints": ((1, 2), (3, None)),
     "bounds": "[0:1]={7,8}",
-    "texts": ("a", "NULL", None, "", "{x,y}", 'q"b\\', " "),
+    "texts": ("a", "NULL", None, "", "{x,y}", 'q\\"b\\\\', " "),
     "flags": (True, False),
     "blobs": (b"\x00\xff",),
     "none": (),
@@ -209,7 +209,8 @@ def test_equal_rows_are_counted(engine: Engine) -> None:
 def test_schemas_partitions_and_heirs(engine: Engine) -> None:
     run(
         engine,
-        'CREATE SCHEMA app; CREATE SCHEMA "pg other"; CREATE TABLE app.things (n int); INSERT INTO app.things VALUES (1)',
+        'CREATE SCHEMA app; CREATE SCHEMA "pg other"; CREATE TABLE app.things (n int)',
+        "INSERT INTO app.things VALUES (1)",
         'CREATE TABLE "pg other".things (n int); INSERT INTO "pg other".things VALUES (2)',
         "CREATE TABLE events (id bigint GENERATED ALWAYS AS IDENTITY, day date, n int) PARTITION BY RANGE (day)",
         "CREATE TABLE events_24 PARTITION OF events FOR VALUES FROM ('2024-01-01') TO ('2025-01-01')",
@@ -292,8 +293,10 @@ def test_only_drawn_ids_are_names(engine: Engine) -> None:
 def test_keys_and_references(engine: Engine) -> None:
     run(
         engine,
-        "CREATE TABLE a (id serial PRIMARY KEY); CREATE SCHEMA s; CREATE TABLE s.b (x int, y int, a int REFERENCES a, "
-        "PRIMARY KEY (y, x)); CREATE TABLE c (dropped int, b int, FOREIGN KEY (b) REFERENCES a); ALTER TABLE c DROP dropped",
+        "CREATE TABLE a (id serial PRIMARY KEY); CREATE SCHEMA s",
+        "CREATE TABLE s.b (x int, y int, a int REFERENCES a, "
+        "PRIMARY KEY (y, x)); CREATE TABLE c (dropped int, b int, FOREIGN KEY (b) REFERENCES a)",
+        "ALTER TABLE c DROP dropped",
     )
     with resource_on(engine) as database:
         relations = database.version.relations

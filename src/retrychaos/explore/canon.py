@@ -170,7 +170,8 @@ class Canon:
         learned = False
         paired = list(pairs(only_left, only_right, _apart))
         leaves = [(a, b) for mine, theirs in paired for a, b in zip(mine, theirs, strict=True) if a != b]
-        if any([self._learn_real_time(a, b) for a, b in leaves]):
+        fresh = [self._learn_real_time(a, b) for a, b in leaves]  # all of them, before any is looked at
+        if any(fresh):
             self._forget()
             self.learn(place, one, other, ids)
             return True

@@ -31,7 +31,8 @@ class Options:
     volatile: cells that may differ (``"jobs.attempts"``, ``"redis:stats:*"``, a whole table).
     isolation: ``"sample"`` runs some deliveries again in a forked process, to find memory that survives in the module;
     ``"process"`` runs every delivery so.
-    scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``).
+    scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``,
+    ``"postgresql://localhost/test_db"``).
     late: deliver also after each expiry that a state holds (times to live in Redis).
     faults: not in this version; only the value that turns it off.
     """

@@ -79,7 +79,7 @@ class Clock:
         return self._now - (self._real + _real_monotonic() - self._started)
 
     def real(self) -> tuple[float, float]:
-        """Real seconds since the epoch: when the check began, and now. A database server stamps rows with such times."""
+        """Real seconds since the epoch: when the check began, and now. A database server stamps rows with these."""
         return self._real, self._real + _real_monotonic() - self._started
 
     def set(self, instant: float) -> None:

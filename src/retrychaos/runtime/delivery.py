@@ -252,6 +252,8 @@ class _Delivery:
         self._error = self._trace = ""
         self._doubts: list[str] = []
         self._cause: Exception | None = None
+        self._excuse: Exception | None = None
+        """Why it may be our fault if it fails."""
         self._lock = threading.RLock()
         self._idle = 0
         self._rung = 0
@@ -300,6 +302,9 @@ class _Delivery:
     def blocked(self) -> bool:
         """Nobody else is running who could end the wait."""
         return False
+
+    def excuse(self, problem: Exception) -> None:
+        self._excuse = self._excuse or problem
 
     # -- the job ----------------------------------------------------------------------------------------------------
 
@@ -389,6 +394,8 @@ class _Delivery:
         raise self.fence
 
     def outcome(self, notes: list[str]) -> Outcome:
+        if self._end in ("failed", "hung"):
+            self._cause = self._cause or self._excuse
         if self._cause is None and self._end != "stopped":
             self._compare(self._world.sweep())
             if self._saved is None and self._changes and self._end != "done":

@@ -185,6 +185,9 @@ class Actor:
         self.cause = self.cause or problem
         self.fence = Fenced()
 
+    def excuse(self, problem: Exception) -> None:
+        """A delivery that does not get further says so by itself."""
+
     def doubt(self, reason: str) -> None:
         if reason not in self._play.doubts:
             self._play.doubts.append(reason)

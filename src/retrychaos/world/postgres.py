@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
+from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import (
+    ACTIVE,
     FAILED,
     IDLE,
     IN_TRANSACTION,
@@ -37,34 +39,6 @@ _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "Acce
 _LARGE_OBJECTS = 2613
 _FAR = 110.0
 """Seconds; more than the second clean run is ahead."""
-_HARMLESS = frozenset(
-    ("SELECT", "INSERT", "UPDATE", "DELETE", "MERGE", "FETCH", "MOVE", "COPY", "VALUES", "EXECUTE", "EXPLAIN", "BEGIN")
-    + ("START", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE", "SET", "RESET", "SHOW", "LOCK", "PREPARE", "DEALLOCATE")
-    + ("LISTEN", "UNLISTEN", "NOTIFY", "ANALYZE", "VACUUM", "CHECKPOINT", "TRUNCATE", "DECLARE", "CLOSE")
-)
-"""First words of the tags of commands that change no schema by themselves."""
-_WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
-
-
-@dataclass(eq=False)
-class Handle:
-    """One connection of the job to the database, tracked while a delivery runs."""
-
-    raw: Any
-    record: Any
-    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a plain connection."""
-    pid: int | None
-    """Of its backend, if its locks can be seen there."""
-    unhooked: bool = False
-    """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
-    open: bool = False
-    """A transaction was open after its last statement."""
-    wrote: bool = False
-    lost: bool = False
-    owner: object = None
-    """The delivery that it belongs to, where several run."""
-    altered: bool = False
-    """A command has run in the open transaction that may have changed the schema."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +80,7 @@ class PostgresDatabase:
 
     # -- what hooks tell --------------------------------------------------------------------------------------------
 
-    def follow(self, raw: Any, record: Any, unhooked: bool) -> Handle:
+    def follow(self, raw: Any, record: Any, renew: Callable[[Any], bool], unhooked: bool) -> Handle:
         """A connection of the job, from its first use in this delivery on."""
         handle = self.handles.get(id(raw))
         if handle is None:
@@ -115,9 +89,8 @@ class PostgresDatabase:
                 # Behind a pooler the pid is not that of a backend, and locks could not be found by it.
                 seen = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND datname = current_database()"
                 self._direct = bool(self._ask(seen))
-            handle = self.handles[id(raw)] = Handle(
-                raw, record, pid if self._direct else None, unhooked, owner=self.stage.owner
-            )
+            handle = self.handles[id(raw)] = Handle(raw, record, pid if self._direct else None, renew, unhooked)
+            handle.owner = self.stage.owner
         return handle
 
     def looks_at_clock(self, text: str) -> bool:
@@ -126,22 +99,20 @@ class PostgresDatabase:
 
     def settle(self, handle: Handle) -> None:
         """Before a boundary: has a transaction ended without a hook having seen it?"""
-        if handle.open and standing(handle.raw) == IDLE:
+        if handle.open and standing(handle.raw) not in (IN_TRANSACTION, FAILED, ACTIVE):
             self.ended(handle)
 
     def ended(self, handle: Handle) -> None:
         """A transaction or statement is over, and nobody was asked before what it wrote."""
-        altered, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
         self._dirty = None
         self.stage.touched(self)
-        if altered:
+        if handle.over():
             self._refuse_new_schema()
 
     def executed(self, handle: Handle, tags: Sequence[str], was_idle: bool) -> None:
         """A statement has run; `tags`: what the server called it."""
         words = [tag.split(" ", 1)[0] for tag in tags if tag]
-        handle.altered = handle.altered or not _HARMLESS.issuperset(words)
-        handle.wrote = handle.wrote or not _WRITERS.isdisjoint(words)
+        handle.ran(words)
         status = standing(handle.raw)
         if status in (IN_TRANSACTION, FAILED):
             handle.open = True
@@ -158,28 +129,31 @@ class PostgresDatabase:
     def committing(self, handle: Handle) -> None:
         """A COMMIT comes next. What it commits is read at the next boundary."""
         status = standing(handle.raw)
-        wrote_schema, handle.open, handle.altered, handle.wrote = handle.altered, False, False, False
+        altered = handle.over()
         if status != IN_TRANSACTION:
             return
-        self.stage.touched(self)
         if handle.pid is None:
             self._dirty = None
         else:
             locks = self._ask(
-                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND locktype = 'relation' "
-                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock')"
+                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND (locktype = 'relation' "
+                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock') "
+                "OR locktype = 'transactionid' AND mode = 'ExclusiveLock')"
             )
-            tables = {int(str(relation)) for relation, _ in locks if int(str(relation)) >= 16384}
-            heavy = any(mode in _HEAVY for _, mode in locks)
+            tables = {int(relation) for relation, _ in locks if relation is not None and int(relation) >= 16384}
+            heavy = any(relation is not None and mode in _HEAVY for relation, mode in locks)
             if any(relation == str(_LARGE_OBJECTS) for relation, _ in locks):
                 self._refuse_large_objects()
             self._check_tables(tables)
+            if all(relation is not None for relation, _ in locks):
+                return  # it has no number, so it has not written anything here
             known = tables & self._schema.tables.keys()
-            wrote_schema = wrote_schema or heavy or bool(tables - self._schema.oids)
+            altered = altered or heavy or bool(tables - self._schema.oids)
             if self._dirty is not None:
                 self._dirty |= known
-        if wrote_schema and run(handle.raw, MARK)[0][0] != self._schema.mark:
+        if altered and run(handle.raw, MARK)[0][0] != self._schema.mark:
             self._refuse_ddl("is about to change")
+        self.stage.touched(self)
 
     def _check_tables(self, tables: set[int]) -> None:
         for oid in tables & self._schema.empty.keys():
@@ -196,9 +170,17 @@ class PostgresDatabase:
                     "in another store, which the check can neither see nor put back. Use a plain table in tests."
                 )
             )
-        for category, told in (("notify", "sends a NOTIFY"), ("outside", "reaches outside the database")):
-            if tables & self._schema.triggers[category]:
-                self.stage.doubt(f"effect outside the ledger: a trigger on {self.label} {told}")
+        if tables & self._schema.triggers["notify"]:
+            self.doubt_notify("a trigger")
+        if tables & self._schema.triggers["outside"]:
+            self.stage.doubt(f"effect outside the ledger: a trigger on {self.label} reaches outside the database")
+
+    def doubt_notify(self, who: str) -> None:
+        if "notify" not in self.stage.options("volatile"):
+            self.stage.doubt(
+                f"effect outside the ledger: {who} on {self.label} sends a NOTIFY. If it does no harm to send it "
+                'again, say so: volatile=["notify"].'
+            )
 
     # -- Resource ---------------------------------------------------------------------------------------------------
 
@@ -210,11 +192,15 @@ class PostgresDatabase:
                     self.stage.touched(self)
         if self._dirty is None or self._dirty:
             dirty, self._dirty = self._dirty, set()
-            log = self._log_position()
-            if log != self._log:
-                self.commits += 1
+            if dirty is None:
+                log = self._log_position()
+                if log == self._log:
+                    return self.version  # nothing at all was committed
                 self._log = log
-                self.version = self._read(dirty)
+            else:
+                self._log = None  # it has moved on, and where to is asked when it matters
+            self.commits += 1
+            self.version = self._read(dirty)
         return self.version
 
     def sweep(self) -> Version:
@@ -245,7 +231,7 @@ class PostgresDatabase:
         self._dirty = set()
         try:
             log = self._log_position()
-            if not self._trusted or log != self._log:
+            if not self._trusted or log != self._full_log:
                 self._reader.read(None)
                 self._trusted = True
             if self._put_back(blob):
@@ -422,7 +408,7 @@ class PostgresDatabase:
         return self.version if same else Version(new, real_time=True)
 
     def _log_position(self) -> str | None:
-        return self._ask(_LOG)[0][0]
+        return self._ask_again(_LOG)
 
     def _ask(self, sql: str) -> list[tuple[str | None, ...]]:
         try:
@@ -432,13 +418,19 @@ class PostgresDatabase:
                 WorldError(f"{self.label} does not answer the check, which is lost without it: {problem}")
             )
 
+    def _ask_again(self, sql: str) -> str | None:
+        try:
+            return self._line.ask_again(sql)[0][0]
+        except LineError:
+            return self._ask(sql)[0][0]
+
     def _ask_plain(self, sql: str) -> None:
         self._line.ask(sql)
 
     # -- refusing ---------------------------------------------------------------------------------------------------
 
     def _refuse_new_schema(self) -> None:
-        if self._ask(MARK)[0][0] != self._schema.mark:
+        if self._ask_again(MARK) != self._schema.mark:
             self._refuse_ddl("has changed")
 
     def _refuse_ddl(self, how: str) -> NoReturn:
@@ -460,7 +452,9 @@ class PostgresDatabase:
         )
 
     def _drop(self, handle: Handle) -> None:
-        """Its locks are gone before this returns; a closed socket alone would leave that to the server's leisure."""
+        """Its locks are gone before this returns; a closed socket would leave that to the server's leisure."""
+        if handle.renew(handle.raw):
+            return
         with contextlib.suppress(Exception):
             if standing(handle.raw) in (IN_TRANSACTION, FAILED):
                 handle.raw.rollback()

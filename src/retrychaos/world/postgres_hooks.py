@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import os
 import sys
 import threading
 import time
@@ -20,6 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.pool import Pool
@@ -27,7 +26,10 @@ from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.values import short
-from retrychaos.world.postgres import Handle, PostgresDatabase
+from retrychaos.world import postgres_forks as forks
+from retrychaos.world.postgres import PostgresDatabase
+from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
+from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import (
     FAILED,
     IDLE,
@@ -42,6 +44,7 @@ from retrychaos.world.postgres_line import (
     standing,
 )
 from retrychaos.world.postgres_servers import Servers
+from retrychaos.world.postgres_sessions import Sessions
 from retrychaos.world.resource import Stage
 from retrychaos.world.sql_texts import texts
 
@@ -53,16 +56,6 @@ _OPEN = (
 )
 _SOON = 3_600.0
 _real_now = time.time
-_forks = itertools.count(1)
-_process = 0
-
-
-def _forked() -> None:
-    global _process
-    _process = next(_forks)
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class PostgresSource:
@@ -71,10 +64,10 @@ class PostgresSource:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._servers = Servers(stage)
+        self._sessions = Sessions()
         self._followed: dict[int, tuple[PostgresDatabase, Handle]] = {}
         self._resting: dict[int, Any] = {}
         """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
-        self._process = 0
         self._patched: list[tuple[Any, str, Any]] = []
         self._drivers: set[str] = set()
         self._factories: list[tuple[Any, Any]] = []
@@ -89,13 +82,14 @@ class PostgresSource:
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
             (DefaultDialect, "do_connect", self._on_do_connect),
+            (Engine, "begin_twophase", self._on_two_phases),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
 
     # -- Source -------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        self._process = _process
+        forks.watch()
         for target, name, listener in self._listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
@@ -150,6 +144,8 @@ class PostgresSource:
                 with contextlib.suppress(Exception):
                     finish(raw)
         self._spare.clear()
+        if self._installed:
+            forks.unwatch()
         while self._installed:
             event.remove(*self._installed.pop())
         while self._patched:
@@ -160,6 +156,7 @@ class PostgresSource:
                 setattr(owner, name, original)
         self._drivers.clear()
         self._restore_factories()
+        self._sessions.close()
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = owner.__dict__.get(name, _MISSING)
@@ -181,6 +178,10 @@ class PostgresSource:
             self._patch(psycopg.ServerCursor, "execute", self._execute)
             self._patch(psycopg.Connection, "pipeline", self._pipeline)
             self._patch(BaseConnection, "_exec_command", self._command)
+        else:
+            import psycopg2
+
+            self._patch(psycopg2, "connect", self._connect)
 
     def _restore_factories(self) -> None:
         for raw, factory in self._factories:
@@ -205,22 +206,18 @@ class PostgresSource:
     def _on_checkout(self, raw: Any, record: Any, fairy: Any) -> None:
         if not self._stage.running or driver_of(raw) not in _DRIVERS:
             return
-        if self._is_strange(raw):
+        if forks.is_of_parent(raw):
             cut_off(raw)
             raise DisconnectionError
         self._prepare(driver_of(raw))
         self.follow(raw, record)
-
-    def _is_strange(self, raw: Any) -> bool:
-        """It was opened before this process was forked, and belongs to the parent."""
-        return _process != self._process and id(raw) not in self._resting and id(raw) not in self._followed
 
     def follow(self, raw: Any, record: Any = None) -> tuple[PostgresDatabase, Handle] | None:
         """The database of a connection; None if what happens there is none of our business."""
         found = self._followed.get(id(raw))
         if found is not None:
             return found
-        if self._is_strange(raw):
+        if forks.is_of_parent(raw):
             cut_off(raw)
             self._stage.refuse(
                 WorldError(
@@ -234,7 +231,9 @@ class PostgresSource:
         quiet, self._stage.quiet = self._stage.quiet, True
         try:
             database = self._servers.of(raw)
-            handle = database.follow(raw, record, driver_of(raw) == "psycopg2")
+            handle = database.follow(raw, record, self._sessions.renew, driver_of(raw) == "psycopg2")
+            if id(raw) in self._resting and not self._stage.concurrent:
+                self._sessions.met(raw, record)
         except WorldError as problem:
             self._stage.refuse(problem)
         finally:
@@ -244,7 +243,7 @@ class PostgresSource:
                 run(raw, "SET deadlock_timeout = '1ms'")
         if handle.unhooked:
             self._factories.append((raw, raw.cursor_factory))
-            raw.cursor_factory = self._cursor_class(raw.cursor_factory)
+            raw.cursor_factory = self._cursor(raw.cursor_factory)
         self._followed[id(raw)] = (database, handle)
         return database, handle
 
@@ -252,8 +251,9 @@ class PostgresSource:
         def _do_ping_w_event(dialect: Any, raw: Any) -> Any:
             if not self._stage.running or driver_of(raw) not in _DRIVERS:
                 return original(dialect, raw)
-            if self._is_strange(raw):
+            if forks.is_of_parent(raw):
                 cut_off(raw)
+                return False
             quiet, self._stage.quiet = self._stage.quiet, True
             try:
                 return original(dialect, raw)
@@ -277,7 +277,7 @@ class PostgresSource:
             yield
             return
         database, handle = found
-        text, template = texts(_query_text(query, raw))
+        text, template = texts(query_text(query, raw))
         self._watch_out(database, text)
         database.settle(handle)
         detail = f"{text} {short(values)}" if values and self._stage.traced else text
@@ -303,7 +303,7 @@ class PostgresSource:
             if self._stage.concurrent:
                 self._observe(cursor)
         finally:
-            database.executed(handle, _tags(cursor), was_idle)
+            database.executed(handle, tags(cursor), was_idle)
 
     @property
     def _is_busy(self) -> bool:
@@ -346,13 +346,13 @@ class PostgresSource:
             )
         schema = database.schema
         if schema.mentions("notify", text):
-            self._stage.doubt(f"effect outside the ledger: {text[:80]} on {database.label} sends a NOTIFY")
+            database.doubt_notify(text[:80])
         if schema.mentions("outside", text):
             self._stage.doubt(
                 f"effect outside the ledger: {text[:80]} on {database.label} reaches outside the database"
             )
         if database.looks_at_clock(text):
-            self._stage.refuse(
+            self._stage.excuse(
                 WorldError(
                     f"the job never gets further unless time goes by, and it looks at the clock of {database.label} "
                     f"({text[:80]}), which the check cannot move. So it cannot be told whether the job is stuck. "
@@ -367,6 +367,11 @@ class PostgresSource:
                 "keeps its locks, so no state after it could be put back. Use plain transactions under the check."
             )
         )
+
+    def _on_two_phases(self, connection: Any, xid: Any) -> None:
+        raw = connection.connection.dbapi_connection
+        if self._stage.running and driver_of(raw) in _DRIVERS and (found := self.follow(raw)) is not None:
+            self._refuse_two_phases(found[0])
 
     # -- psycopg 3 ----------------------------------------------------------------------------------------------------
 
@@ -432,6 +437,17 @@ class PostgresSource:
 
     # -- psycopg2 -----------------------------------------------------------------------------------------------------
 
+    def _connect(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def connect(*args: Any, **kwargs: Any) -> Any:
+            raw = original(*args, **kwargs)
+            if self._stage.running and hasattr(raw, "cursor_factory"):
+                self._factories.append((raw, raw.cursor_factory))
+                raw.cursor_factory = self._cursor(raw.cursor_factory)
+            return raw
+
+        return connect
+
     def _fairy_commit(self, original: Any) -> Any:
         def commit(fairy: Any) -> Any:
             raw = fairy.dbapi_connection
@@ -445,73 +461,20 @@ class PostgresSource:
         def cursor(fairy: Any, *args: Any, **kwargs: Any) -> Any:
             raw = fairy.dbapi_connection
             if self._stage.running and kwargs.get("cursor_factory") and driver_of(raw) == "psycopg2":
-                kwargs["cursor_factory"] = self._cursor_class(kwargs["cursor_factory"])
+                kwargs["cursor_factory"] = self._cursor(kwargs["cursor_factory"])
             return original(fairy, *args, **kwargs)
 
         return cursor
 
-    def _cursor_class(self, base: Any) -> Any:
-        from psycopg2 import extensions
-
-        source = self
-
-        class Cursor(base or extensions.cursor):  # type: ignore[misc]
-            def execute(self, query: Any, vars: Any = None) -> Any:
-                with source._statement(self.connection, query, vars, self):
-                    return super().execute(query, vars)
-
-            def executemany(self, query: Any, vars_list: Any) -> Any:
-                if source._stage.running and not source._is_busy and self.connection.autocommit:
-                    for row in vars_list:  # each is committed by itself
-                        self.execute(query, row)
-                    return None
-                rows = list(vars_list)
-                with source._statement(self.connection, query, rows, self):
-                    return super().executemany(query, rows)
-
-            def callproc(self, procname: Any, parameters: Any = None) -> Any:
-                with source._statement(self.connection, f"CALL {procname}", parameters, self):
-                    return super().callproc(procname, parameters) if parameters else super().callproc(procname)
-
-            def copy_expert(self, sql: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, sql, None, self):
-                    return super().copy_expert(sql, file, *args, **kwargs)
-
-            def copy_from(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, f"COPY {table} FROM STDIN", None, self):
-                    return super().copy_from(file, table, *args, **kwargs)
-
-            def copy_to(self, file: Any, table: Any, *args: Any, **kwargs: Any) -> Any:
-                with source._statement(self.connection, f"COPY {table} TO STDOUT", None, self):
-                    return super().copy_to(file, table, *args, **kwargs)
-
-        return Cursor
+    def _cursor(self, base: Any) -> Any:
+        return cursor_class(base, self._statement, lambda: self._stage.running and not self._is_busy)
 
 
 def _masked(value: Any, now: float) -> Any:
     """Times that the server has read off its clock just now are other ones in every run."""
     if isinstance(value, datetime):
-        return (
-            "<time>" if abs(value.timestamp() - now) < _SOON or abs(value.timestamp() - _real_now()) < _SOON else value
-        )
+        at = value.timestamp()
+        return "<time>" if min(abs(at - now), abs(at - _real_now())) < _SOON else value
     if isinstance(value, list | tuple):
         return [_masked(each, now) for each in value]
     return value
-
-
-def _query_text(query: Any, raw: Any) -> str:
-    if isinstance(query, str):
-        return query
-    if isinstance(query, bytes):
-        return query.decode("utf-8", "replace")
-    return str(query.as_string(raw)) if hasattr(query, "as_string") else str(query)
-
-
-def _tags(cursor: Any) -> list[str]:
-    """What the server called the commands that a cursor has just run."""
-    results = getattr(cursor, "_results", None)
-    if results:
-        statuses = [result.command_status for result in results[:8] + results[-1:]]
-        return [status.decode() for status in statuses if status]
-    status = getattr(cursor, "statusmessage", None)
-    return [status] if status else []

@@ -37,6 +37,7 @@ _SETTINGS = (
     "SET jit = off",
 )
 _LOCKED = "55P03"
+_MOST_PREPARED = 500
 _GOOD = (1, 2)
 """PGRES_COMMAND_OK and PGRES_TUPLES_OK."""
 
@@ -45,7 +46,7 @@ class LineError(Exception):
     """The server refused what the harness asked. ``locked``: somebody else is in the way."""
 
     def __init__(self, message: str, state: str | None) -> None:
-        super().__init__(message.strip())
+        super().__init__(message.strip().split("\n")[0].removeprefix("ERROR:").strip())
         self.locked = state == _LOCKED
 
 
@@ -59,6 +60,7 @@ class Line:
     def __init__(self, like: Any) -> None:
         self._dial = _dialler(like)
         self._raw: Any = None
+        self._prepared: dict[str, str] = {}
         Line._all.add(self)
 
     def ask(self, sql: str) -> list[Text]:
@@ -68,6 +70,18 @@ class Line:
             for setting in _SETTINGS:
                 self._set(setting)
         return run(self._raw, sql)
+
+    def ask_again(self, sql: str) -> list[Text]:
+        """As ask, for one statement that is asked often: the server plans it only once."""
+        name = self._prepared.get(sql)
+        if name is None or self._raw is None:
+            if self._raw is None or len(self._prepared) > _MOST_PREPARED:
+                self._prepared.clear()
+                self.ask("DEALLOCATE ALL")
+            name = f"retrychaos_{len(self._prepared)}"
+            self.ask(f"PREPARE {name} AS {sql}")
+            self._prepared[sql] = name
+        return self.ask(f"EXECUTE {name}")
 
     def _set(self, setting: str) -> None:
         try:

@@ -39,6 +39,8 @@ class Reader:
         self._held = 0
         self._selects: dict[frozenset[int], str] = {}
         self._sequences: dict[int, tuple[int, bool]] = {}
+        self._last: dict[int, int] = {}
+        """The last numbers of sequences that draw ids, as read with the rows."""
         self._floor: dict[int, int] = {}
         """Where a sequence stood when the delivery began: what is above was drawn in it."""
         for oid, sequence in schema.sequences.items():
@@ -53,7 +55,7 @@ class Reader:
         for start in range(0, len(tables), _AT_ONCE):
             some = tables[start : start + _AT_ONCE]
             try:
-                self._take(some, self._line.ask(self._select(some)))
+                self._take(some, self._line.ask_again(self._select(some)))
             except LineError as problem:
                 if not problem.locked:
                     raise
@@ -65,7 +67,7 @@ class Reader:
         """An open transaction has locked a table against readers: what was read of it before is still true."""
         for table in tables:
             try:
-                self._take([table], self._line.ask(self._select([table])))
+                self._take([table], self._line.ask_again(self._select([table])))
             except LineError as problem:
                 if not problem.locked or table.oid not in self.rows:
                     raise
@@ -74,12 +76,15 @@ class Reader:
         key = frozenset(table.oid for table in tables)
         select = self._selects.get(key)
         if select is None:
-            width = max(len(table.columns) for table in tables)
+            width = max(1, *(len(table.columns) for table in tables))
             parts = []
             for table in tables:
                 columns = [f"'{table.oid}'", "ctid::text", *([table.select] if table.select else [])]
                 columns += ["NULL"] * (width - len(table.columns))
                 parts.append(f"SELECT {', '.join(columns)} FROM ONLY {table.place}")
+            for oid in {oid for table in tables for oid in table.ids.values()}:
+                sequence = ["'sequence'", f"'{oid}'", "last_value::text", *["NULL"] * (width - 1)]
+                parts.append(f"SELECT {', '.join(sequence)} FROM {self._schema.sequences[oid].place}")
             select = self._selects[key] = " UNION ALL ".join(parts)
         return select
 
@@ -88,6 +93,9 @@ class Reader:
         widths = {str(table.oid): 2 + len(table.columns) for table in tables}
         for row in answer:
             oid = str(row[0])
+            if oid == "sequence":
+                self._last[int(str(row[1]))] = int(str(row[2]))
+                continue
             found[oid].append((str(row[1]), row[2 : widths[oid]]))
         for table in tables:
             located = found[str(table.oid)]
@@ -122,7 +130,7 @@ class Reader:
         if before is not None and before.rows == rows:
             return before
         fresh = self._fresh(parts[0], rows, before)
-        key = (before, rows, tuple(fresh.items()))
+        key = (name, before, rows, tuple(fresh.items()))
         made = self._made.get(key)
         if made is None:
             self._held += len(rows)
@@ -138,8 +146,8 @@ class Reader:
         for column, sequence in table.ids.items() if before is not None else ():
             assert before is not None
             new = frozenset(row[column] for row in rows) - frozenset(row[column] for row in before.rows)
-            if new and sequence in self._floor:
-                low, high = sorted((self._floor[sequence], self._exactly(self._schema.sequences[sequence].place)[0]))
+            if new and sequence in self._floor and sequence in self._last:
+                low, high = sorted((self._floor[sequence], self._last[sequence]))
                 fresh[column] = frozenset(each for each in new if isinstance(each, int) and low <= each <= high)
         return fresh
 
@@ -159,7 +167,7 @@ class Reader:
     def sequences(self) -> dict[int, tuple[int, bool]]:
         """Where each sequence stands now: its last value, and whether that was given out. No transaction holds it."""
         if self._schema.sequences:
-            for oid, value in self._line.ask(
+            for oid, value in self._line.ask_again(
                 "SELECT seqrelid, pg_sequence_last_value(seqrelid) FROM pg_sequence WHERE seqrelid >= 16384"
             ):
                 number = int(str(oid))

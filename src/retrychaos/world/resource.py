@@ -201,6 +201,10 @@ class Stage(Protocol):
         """Something happened that the ledger does not see: the verdict becomes inconclusive with this reason."""
         ...
 
+    def excuse(self, problem: Exception) -> None:
+        """If the delivery does not come to its end, that may be our fault: then `problem` is raised to the user."""
+        ...
+
     def sleep(self, seconds: float | None) -> None:
         """A command waits that long on the virtual clock (None: for ever); nobody else could end the wait earlier."""
         ...

@@ -347,7 +347,7 @@ class SqlSource:
     def _refuse_dialect(self, connection: Connection) -> None:
         dialect = connection.dialect
         remedy = (
-            "Use psycopg 3 (postgresql+psycopg://) or psycopg2 (postgresql+psycopg2://) in tests"
+            "Use a synchronous engine on psycopg 3 (postgresql+psycopg://) or psycopg2 (postgresql+psycopg2://)"
             if dialect.name == "postgresql"
             else "Use an engine on SQLite (a file, or in memory with StaticPool), for instance chaos.sql, or PostgreSQL"
         )

@@ -1,0 +1,54 @@
+"""One connection of a job to a PostgreSQL database, and what the commands that ran on it mean for its transaction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_HARMLESS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        SELECT INSERT UPDATE DELETE MERGE FETCH MOVE COPY VALUES EXECUTE EXPLAIN DECLARE CLOSE BEGIN START COMMIT
+        ROLLBACK SAVEPOINT RELEASE SET RESET SHOW LOCK PREPARE DEALLOCATE LISTEN UNLISTEN NOTIFY ANALYZE VACUUM
+        CHECKPOINT TRUNCATE DISCARD
+        """,
+    )
+)
+"""First words of the tags of commands that change no schema by themselves."""
+_WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
+
+
+@dataclass(eq=False)
+class Handle:
+    """One connection of the job to the database, tracked while a delivery runs."""
+
+    raw: Any
+    record: Any
+    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a plain connection."""
+    pid: int | None
+    """Of its backend, if its locks can be seen there."""
+    renew: Callable[[Any], bool]
+    """Makes it as new for the next delivery, or says that it must be closed."""
+    unhooked: bool = False
+    """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
+    open: bool = False
+    """A transaction was open after its last statement."""
+    wrote: bool = False
+    lost: bool = False
+    owner: object = None
+    """The delivery that it belongs to, where several run."""
+    altered: bool = False
+    """A command has run in the open transaction that may have changed the schema."""
+
+    def ran(self, words: Sequence[str]) -> None:
+        """Commands of these names have run."""
+        self.altered = self.altered or not _HARMLESS.issuperset(words)
+        self.wrote = self.wrote or not _WRITERS.isdisjoint(words)
+
+    def over(self) -> bool:
+        """The transaction ends. Might it have changed the schema?"""
+        altered, self.open, self.altered, self.wrote = self.altered, False, False, False
+        return altered
