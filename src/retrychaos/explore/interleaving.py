@@ -349,7 +349,9 @@ class Interleaving:
                     polled = tuple((name, version) for name, version in versions if name in outcome.polled)
                     seat = seat.with_context(CLOCK, self.names.context(0, (outcome.polled, polled), BEGUN))
                 seats[index] = seat
-        return Node(versions, outcome.clock, tuple(seats), idle, node.acked)
+        # Something has changed: the clock may have to go on in vain as often as before.
+        clock = 0 if outcome.changes and index >= 0 and not self.timed else outcome.clock
+        return Node(versions, clock, tuple(seats), idle, node.acked)
 
     def endless_of(self, node: Node, index: int) -> Hashable:
         """A loop that waits and will not end by itself does not end at another time of day either."""
@@ -466,16 +468,19 @@ class Interleaving:
                     new = True
         return new
 
+    def rung(self, node: Node) -> int:
+        """How often the clock has gone on in vain."""
+        if not self.timed:
+            return node.clock
+        return sum(rung * 1000 <= self.reached[node].clock for rung in LADDER)
+
     def _wait_of(self, node: Node) -> int | None:
         """For how long the clock goes on from a state that leads nowhere; None if that was tried."""
         left = self.until_expiry(node)
         if left is not None:
             return left
-        passed = self.reached[node].clock if self.timed else node.clock
-        rungs = [round(rung * 1000) for rung in LADDER]
-        if self.timed:
-            return next((rung for rung in rungs if rung > passed), None)
-        return rungs[passed] if passed < len(rungs) else None
+        rung = self.rung(node)
+        return round(LADDER[rung] * 1000) if rung < len(LADDER) else None
 
     def _report_stuck(self) -> None:
         stuck = self._stuck()
@@ -826,7 +831,7 @@ class _Run:
 
     def _jump(self, node: Node) -> None:
         search = self._search
-        passed = self._play.jump()
+        passed = self._play.jump(search.rung(node))
         changes, _ = self._changes(node, self._play.facts(), "", frozenset())
         clock = self._play.clock if search.timed else node.clock + (not passed)
         outcome = Outcome(0, 0, changes, False, clock, "")

@@ -67,9 +67,9 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
     """The moves of a way as turns of numbered deliveries."""
     numbers: dict[int, int] = {}
     turns: list[Turn] = []
-    for _, move in way:
+    for node, move in way:
         if move.kind == "jump":
-            turns.append(Turn("jump"))
+            turns.append(Turn("jump", ident=search.rung(node)))
             continue
         if move.kind == "begin":
             numbers[move.ident] = max((turn.delivery for turn in turns), default=0) + 1
@@ -112,7 +112,7 @@ class _Stage:
     def turn(self, play: Play, turn: Turn) -> None:
         if turn.kind == "jump":
             before = play.clock
-            play.jump()
+            play.jump(turn.ident)
             self.moments.append(Moment(0, event="later", detail=f"{(play.clock - before) / 1000:g}"))
             return
         number = turn.delivery

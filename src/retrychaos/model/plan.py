@@ -26,7 +26,8 @@ class Turn(NamedTuple):
     kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
     dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends).
     delivery: which one, counted from 1 in the order in which they began.
-    ident: what it draws at random; no two deliveries that can know of each other have the same.
+    ident: what it draws at random; no two deliveries that can know of each other have the same. For ``jump``: how often
+    the clock has gone on in vain before.
     """
 
     kind: str
@@ -148,7 +149,7 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
         elif turn.kind == "begin":
             out.append(f"{turn.delivery}b{turn.ident}")
         elif turn.kind == "jump":
-            out.append("0j0")
+            out.append(f"0j{turn.ident}")
         else:
             out.append(f"{turn.delivery}{turn.kind[0]}0")
     return f"t{mark}_" + "-".join(out)
@@ -157,7 +158,7 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
 def _read_turns(text: str) -> Iterator[Turn]:
     for delivery, letter, number in _TURN.findall(text):
         if letter == "j":
-            yield Turn("jump")
+            yield Turn("jump", ident=int(number))
         elif letter == "b":
             yield Turn("begin", int(delivery), int(number))
         elif letter == "r":

@@ -20,13 +20,14 @@ from retrychaos.model.step import Step
 from retrychaos.runtime.chance import Stream
 from retrychaos.runtime.delivery import LADDER, Fenced, Job, Workshop, describe
 from retrychaos.runtime.watchdog import Stopped
+from retrychaos.world.resource import WAITS
 from retrychaos.world.sites import user_site
 from retrychaos.world.world import Saved
 
 _ASK_AFTER = 0.0005
 """Seconds after which a server is asked whether a statement waits there."""
-_DEADLOCK = 0.004
-"""Seconds in which a server has found out about a deadlock: more than deadlock_timeout, which is set to 1 ms."""
+_DEADLOCK = 0.003
+"""Seconds in which the timer for deadlocks has run out, that is set to 1 ms."""
 _GRACE = 2.0
 """Seconds for a thread that was told to end."""
 _Lock = threading.Lock
@@ -138,9 +139,10 @@ class Actor:
         """The step cannot be done before another delivery has moved: wait. False if it has to fail."""
         if _get_ident() != self.thread.ident or self.fence is not None:
             return False
-        self._blocked = True
-        self._hand_over()
-        self._blocked = False
+        if not self.surface:
+            self._blocked = True
+            self._hand_over()
+            self._blocked = False
         surface, self.surface = self.surface, False
         return not surface
 
@@ -245,7 +247,6 @@ class Play:
         self._base = base
         self._limit = limit
         self._on: Actor | None = None
-        self._rung = 0
         self._stray_threads: set[threading.Thread] = set()
 
     def __enter__(self) -> Play:
@@ -318,6 +319,7 @@ class Play:
 
     def kill(self, actor: Actor) -> None:
         """Its process dies where it stands: nothing of it runs any more, what it had open is gone."""
+        self._world.facts()  # what it has committed is read before its connections are gone
         actor.dead = True
         if actor.away and not actor.arrived.is_set():
             self._world.cancel(actor)
@@ -339,15 +341,17 @@ class Play:
         versions = [resource.version for resource in self._world.resources.values()]
         return min((end - now for version in versions for end in version.expiries if end > now), default=None)
 
-    def jump(self) -> bool:
-        """The clock goes on to the next thing that ends; False if there is none, and it goes on for longer and
-        longer."""
+    def jump(self, rung: int) -> bool:
+        """The clock goes on to the next thing that ends; False if there is none.
+
+        rung: how often it has gone on in vain before; each time it goes on for longer.
+        """
+        self._world.facts()
         left = self.until_expiry()
         if left is not None:
             self.advance(left + 0.001)
             return True
-        self.advance(LADDER[min(self._rung, len(LADDER) - 1)])
-        self._rung += 1
+        self.advance(LADDER[min(rung, len(LADDER) - 1)])
         return False
 
     def facts(self) -> Facts:
@@ -382,19 +386,20 @@ class Play:
         end = _monotonic() + self._limit
         pause = _ASK_AFTER
         while not self.back.acquire(timeout=pause):
-            if actor.inside and self._waits(actor):
-                # A server looks for deadlocks only after a while, and ends one that waits in a circle.
+            # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
+            # closed. So the timer of this one has to run out before another one may close a circle.
+            if actor.inside and self._waits(actor) == WAITS:
                 if self.back.acquire(timeout=_DEADLOCK):
                     return
-                if self._waits(actor) and actor.go_on_without():
+                if self._waits(actor) == WAITS and actor.go_on_without():
                     return
             if _monotonic() > end:
                 self._hang(actor)
             pause = min(2 * pause, 0.01)
 
-    def _waits(self, actor: Actor) -> bool:
+    def _waits(self, actor: Actor) -> str:
         resource = self._world.resources.get(actor.pending.resource) if actor.pending else None
-        return resource is not None and resource.waits(actor)
+        return resource.waits(actor) if resource is not None else ""
 
     def settle(self) -> list[Actor]:
         """Those whose statement has come back from the server, since somebody else has moved."""

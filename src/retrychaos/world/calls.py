@@ -271,8 +271,8 @@ class Calls:
     alone = ""
     detailed = False
 
-    def waits(self, owner: object) -> bool:
-        return False
+    def waits(self, owner: object) -> str:
+        return ""
 
     def serials(self) -> Hashable:
         return None

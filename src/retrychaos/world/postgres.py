@@ -32,7 +32,7 @@ from retrychaos.world.postgres_line import (
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import BEGUN, SERIAL, WAITS, Blob, Stage
+from retrychaos.world.resource import BEGUN, CIRCLE, SERIAL, WAITS, Blob, Stage
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
@@ -199,8 +199,8 @@ class PostgresDatabase:
                 self._log = log
             else:
                 self._log = None  # it has moved on, and where to is asked when it matters
-            self.commits += 1
-            self.version = self._read(dirty)
+            before, self.version = self.version, self._read(dirty)
+            self.commits += bool(dirty) or self.version is not before
         return self.version
 
     def sweep(self) -> Version:
@@ -325,8 +325,15 @@ class PostgresDatabase:
         open_ = any(h.owner is owner and standing(h.raw) in (IN_TRANSACTION, FAILED) for h in self.handles.values())
         return BEGUN if open_ else ""
 
-    def waits(self, owner: object) -> bool:
-        return any(self._ask(f"SELECT 1 WHERE cardinality(pg_blocking_pids({pid})) > 0") for pid in self._pids(owner))
+    def waits(self, owner: object) -> str:
+        for pid in self._pids(owner):
+            found = self._ask(
+                f"WITH RECURSIVE w(pid) AS (SELECT unnest(pg_blocking_pids({pid})) UNION "
+                f"SELECT unnest(pg_blocking_pids(w.pid)) FROM w) SELECT bool_or(pid = {pid})::text FROM w"
+            )[0][0]
+            if found is not None:
+                return CIRCLE if found == "true" else WAITS
+        return ""
 
     def serials(self) -> Hashable:
         """Where sequences stand. No transaction holds them, and a crash does not bring them back."""

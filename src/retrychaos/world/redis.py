@@ -114,8 +114,12 @@ class RedisSource:
             sent = _send(wire, original, connection, *hasty, **kwargs)
             self._published(connection, wire, [call])
             if self._stage.concurrent:
-                again = None if wait is None else lambda: _send(wire, original, connection, *hasty, **kwargs)
-                self._observe(connection, wait, again)
+
+                def again() -> None:
+                    self._expect(connection, wire, [call])
+                    _send(wire, original, connection, *hasty, **kwargs)
+
+                self._observe(connection, wait, None if wait is None else again)
             elif wait is not None:
                 seconds, server = wait or None, self._server(connection, wire)
                 # If nothing came, the whole time would have passed, as nobody else is running.
@@ -289,6 +293,11 @@ class RedisSource:
         # Values are for people, and cost more than the rest of the step.
         detail = "; ".join(call.detail for call in calls) if self._stage.traced else text
         self._stage.step("redis", server, text, detail)
+        self._expect(connection, wire, calls)
+
+    def _expect(self, connection: Any, wire: Wire, calls: Sequence[Call]) -> None:
+        """Note what commands are about to change."""
+        server = self._server(connection, wire)
         for call in calls:
             if call.name in _WATCHING:
                 wire.watching = call.name == "WATCH"

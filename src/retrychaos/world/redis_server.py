@@ -174,8 +174,8 @@ class RedisServer:
     alone = ""
     detailed = False
 
-    def waits(self, owner: object) -> bool:
-        return False
+    def waits(self, owner: object) -> str:
+        return ""
 
     def serials(self) -> Hashable:
         return None

@@ -14,6 +14,8 @@ BEGUN = "begun"
 """What Resource.holds() says of a transaction that has begun, and has neither read nor locked anything yet."""
 WAITS = "waits"
 """What it says of a delivery whose statement waits in the server for another one."""
+CIRCLE = "circle"
+"""Deliveries wait for each other: see Resource.waits()."""
 SERIAL = "serial"
 """What it says of a serializable transaction, which depends on all that others read and write meanwhile."""
 
@@ -70,8 +72,11 @@ class Resource(Protocol):
     detailed: bool
     """What one delivery has open here can matter to others in more ways than holds() says."""
 
-    def waits(self, owner: object) -> bool:
-        """The server says that the statement which a delivery has sent waits for another delivery."""
+    def waits(self, owner: object) -> str:
+        """Does the server say that the statement which a delivery has sent waits for another one?
+
+        WAITS, or CIRCLE if that one waits for it in turn, so that the server will end the statement soon; else empty.
+        """
         ...
 
     def serials(self) -> Hashable:

@@ -289,7 +289,8 @@ class SqlSource:
             follow_clock(raw)
             if path is not None and not raw.in_transaction:
                 # A crash is a snapshot here, so nothing has to reach the disk. The connection ends with the delivery.
-                raw.execute("PRAGMA synchronous = OFF").close()
+                with contextlib.suppress(sqlite3.OperationalError):  # somebody's COMMIT lets nobody begin to read
+                    raw.execute("PRAGMA synchronous = OFF").close()
         finally:
             self._stage.quiet = quiet
         inherited = raw.in_transaction and not any(raw is opened for opened in self._opened)

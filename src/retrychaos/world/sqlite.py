@@ -92,6 +92,8 @@ class SqliteDatabase:
         self._seen = -1
         self._altered = False
         self._explained = 0
+        self._owed: list[Effect] = []
+        """Written, and could not be read again yet."""
         self.commits = 0
         self.alone = "" if path is not None else _ALONE.format(label)
         if path is not None:
@@ -128,14 +130,20 @@ class SqliteDatabase:
     # -- Resource ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> Version:
-        done: list[Effect] = []
+        done, self._owed = self._owed, []
         for handle in self.handles.values():
             if handle.effects and not handle.in_transaction:
                 done += handle.effects
                 handle.effects = []
         if done:
             self.commits += 1
-            self._update(done)
+            try:
+                self._update(done)
+            except sqlite3.OperationalError as error:
+                if not self.stage.concurrent or error.sqlite_errorcode & 0xFF not in _BUSY:
+                    raise
+                self._owed = done  # a COMMIT that waits for readers lets nobody begin to read, so nothing has changed
+                self.stage.touched(self)
         return self.version
 
     def sweep(self) -> Version:
@@ -190,8 +198,8 @@ class SqliteDatabase:
 
     detailed = False
 
-    def waits(self, owner: object) -> bool:
-        return False
+    def waits(self, owner: object) -> str:
+        return ""
 
     def serials(self) -> Hashable:
         return None

@@ -111,6 +111,8 @@ class TurnConnection(sqlite3.Connection):
 
     def rollback(self) -> None:
         try:
+            if self.handle is not None and self.in_transaction:
+                self.handle.effects = []  # nothing of them will be committed
             super().rollback()
             self.settle("")
         except sqlite3.ProgrammingError:
@@ -126,8 +128,7 @@ class TurnConnection(sqlite3.Connection):
             try:
                 return action()
             except sqlite3.OperationalError as error:
-                code = getattr(error, "sqlite_errorcode", 0)
-                if code & 0xFF != sqlite3.SQLITE_BUSY or code == _BUSY_SNAPSHOT or not self.patient:
+                if not _is_busy(error) or error.sqlite_errorcode == _BUSY_SNAPSHOT or not self.patient:
                     raise
                 if self.locked and not ending:
                     raise  # SQLite does not wait here, whatever the timeout: two such waits would never end
@@ -137,6 +138,7 @@ class TurnConnection(sqlite3.Connection):
                         raise
                 finally:
                     self.pending = False
+                self.resource.stage.touched(self.resource)
 
     def settle(self, statement: str) -> None:
         """A statement has succeeded: which lock is held now?"""
@@ -174,7 +176,8 @@ class TurnCursor(sqlite3.Cursor):
         try:
             connection.patiently(lambda: self._perform(statement, parameters))
         except sqlite3.Error as error:
-            connection.settle("")
+            # A statement that fails keeps the lock that it has taken, until the transaction ends.
+            connection.settle("" if _is_busy(error) else statement)
             resource.stage.observed("error", type(error).__name__, str(error))
             raise
         finally:
@@ -210,7 +213,8 @@ class TurnCursor(sqlite3.Cursor):
         try:
             connection.patiently(lambda: sqlite3.Cursor.executemany(self, statement, rows))
         except sqlite3.Error as error:
-            connection.settle("")
+            # A statement that fails keeps the lock that it has taken, until the transaction ends.
+            connection.settle("" if _is_busy(error) else statement)
             resource.stage.observed("error", type(error).__name__, str(error))
             raise
         finally:
@@ -274,6 +278,10 @@ class TurnCursor(sqlite3.Cursor):
         if not self._rows:
             raise StopIteration
         return self._rows.popleft()
+
+
+def _is_busy(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _nothing(statement: str) -> None:
