@@ -266,7 +266,7 @@ class PostgresDatabase:
         views = {
             oid
             for oid, rows in blob.rows.items()
-            if not self._schema.tables[oid].kind == "r" and self._reader.rows.get(oid) != rows
+            if self._schema.tables[oid].kind != "r" and self._reader.rows.get(oid) != rows
         }
         if views:
             self._refresh_views(views, blob)
