@@ -119,7 +119,13 @@ def running_server() -> Iterator[Postgres]:
                 settings.write(f"{name} = '{value}'\n")
         command = ["/bin/sh", "-c", _KEEPER, f"{binaries}/postgres", folder]
         keeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", **account
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # a signal for all processes of the terminal must not end it before its work
+            **account,
         )
         server = Postgres(folder)
         _wait_until_up(server, keeper)

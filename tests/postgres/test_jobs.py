@@ -447,3 +447,20 @@ def test_a_good_job_and_its_broken_twin(check: Chaos, world: Engine, name: str) 
         assert found == findings
     else:
         assert isinstance(found, set) and {kind for kind, _ in found} == {"stuck"}
+
+
+def test_many_rows_in_autocommit(check: Chaos, world: Engine) -> None:
+    """psycopg2 commits row by row; psycopg 3 sends all of them in one implicit transaction."""
+
+    def job(engine: Engine) -> None:
+        raw: Any = engine.raw_connection()
+        raw.driver_connection.autocommit = True
+        cursor = raw.cursor()
+        cursor.execute("SELECT count(*) FROM once")
+        if cursor.fetchone() == (0,):
+            cursor.executemany("INSERT INTO once (key) VALUES (%s)", [("a",), ("b",)])
+        raw.driver_connection.autocommit = False
+        raw.close()
+
+    expected: Any = "proven" if world.dialect.driver == "psycopg" else {("lost", "once")}
+    assert verdict(check, job, world) == expected

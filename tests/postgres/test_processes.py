@@ -332,12 +332,16 @@ def test_a_server_of_a_killed_test_process_ends(tmp_path: Path) -> None:
         "with running_server() as server: print(server.folder, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
     )
     assert process.stdout is not None
     folder = process.stdout.readline().strip()
     pid = int(Path(folder, "data", "postmaster.pid").read_text().split()[0])
-    os.kill(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
     until = time.monotonic() + 20

@@ -271,7 +271,20 @@ def two_phases_by_hand(engine: Engine) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize("job", [two_phases, two_phases_by_hand])
+def two_phases_by_the_driver(engine: Engine) -> None:
+    raw: Any = engine.raw_connection()
+    own = raw.driver_connection
+    if engine.dialect.driver == "psycopg2":  # whose own method cannot be hooked
+        return two_phases_by_hand(engine)
+    own.tpc_begin("x")
+    raw.cursor().execute("UPDATE orders SET n = 1")
+    own.tpc_prepare()
+    own.tpc_commit()
+    raw.close()
+    return None
+
+
+@pytest.mark.parametrize("job", [two_phases, two_phases_by_hand, two_phases_by_the_driver])
 def test_two_phase_commit_is_refused(check: Chaos, shop: Engine, job: Callable[[Engine], None]) -> None:
     with pytest.raises(WorldError, match=r"two-phase commit .*Use plain transactions"):
         check.check(job, shop)

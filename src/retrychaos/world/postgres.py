@@ -256,29 +256,30 @@ class PostgresDatabase:
         wanted = {
             oid: rows
             for oid, rows in blob.rows.items()
-            if self._is_table(oid) and (there := self._reader.rows.get(oid)) is not rows and there != rows
+            if self._schema.tables[oid].kind == "r"
+            and (there := self._reader.rows.get(oid)) is not rows
+            and there != rows
         }
         if wanted:
             self._reader.locate(wanted)
             for oid, rows in wanted.items():
                 statements += changes(self._schema.tables[oid], self._reader.located[oid], rows)
         if statements:
-            self._ask_plain("; ".join(statements))
+            self._line.ask("; ".join(statements))
             self._reader.replaced(wanted)
         views = {
-            oid for oid, rows in blob.rows.items() if not self._is_table(oid) and self._reader.rows.get(oid) != rows
+            oid
+            for oid, rows in blob.rows.items()
+            if self._schema.tables[oid].kind != "r" and self._reader.rows.get(oid) != rows
         }
         if views:
             self._refresh_views(views, blob)
         self._reader.sequences_are(blob.sequences)
         return bool(statements or views)
 
-    def _is_table(self, oid: int) -> bool:
-        return self._schema.tables[oid].kind == "r"
-
     def _refresh_views(self, views: Iterable[int], blob: State) -> None:
         names = [self._schema.tables[oid].place for oid in sorted(views)]
-        self._ask_plain("; ".join(f"REFRESH MATERIALIZED VIEW {name}" for name in names))
+        self._line.ask("; ".join(f"REFRESH MATERIALIZED VIEW {name}" for name in names))
         self._reader.read(set(views))
         for oid in views:
             if Counter(self._reader.rows[oid]) != Counter(blob.rows[oid]):
@@ -430,9 +431,6 @@ class PostgresDatabase:
             return self._line.ask_again(sql)[0][0]
         except LineError:
             return self._ask(sql)[0][0]
-
-    def _ask_plain(self, sql: str) -> None:
-        self._line.ask(sql)
 
     # -- refusing ---------------------------------------------------------------------------------------------------
 

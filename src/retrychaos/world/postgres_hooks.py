@@ -423,10 +423,10 @@ class PostgresSource:
     def _command(self, original: Any) -> Any:
         @functools.wraps(original)
         def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stage.running and not self._is_busy and isinstance(command, bytes) and driver_of(raw) == "psycopg":
+            if self._stage.running and not self._is_busy and driver_of(raw) == "psycopg":
                 if command == b"COMMIT":
                     self._commit(raw)
-                elif command.startswith((b"PREPARE TRANSACTION", b"COMMIT PREPARED")):
+                elif query_text(command, raw).startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
                     found = self._of(raw)
                     if found is not None:
                         self._refuse_two_phases(found[0])
