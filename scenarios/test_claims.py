@@ -171,7 +171,7 @@ def test_two_checkers(crashing, racing, both):
     proven(both, claim_and_start_with_key, "survey")
 
 
-# -- BUG-20: every mail starts a job that sends all mails ---------------------------------------------------------------
+# -- BUG-20: every mail starts a job that sends all mails -------------------------------------------------------------
 
 
 def send_all() -> None:

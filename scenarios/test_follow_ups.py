@@ -40,7 +40,7 @@ shared = scoped_session(Session)
 """One session for all jobs of a worker."""
 
 
-# -- BUG-25: two rows, for ever -----------------------------------------------------------------------------------------
+# -- BUG-25: two rows, for ever ---------------------------------------------------------------------------------------
 
 
 def sync_repository(name: str, stars: int) -> None:
@@ -74,7 +74,7 @@ def test_the_next_sync(chaos):
     proven(and_again, upsert_repository, "docs", 7)
 
 
-# -- BUG-64: a poisoned session -----------------------------------------------------------------------------------------
+# -- BUG-64: a poisoned session ---------------------------------------------------------------------------------------
 
 
 def record_comment(comment: str) -> None:
@@ -104,7 +104,7 @@ def test_the_next_job_of_the_worker(chaos, crashing):
     proven(and_then, record_comment_and_clean_up, "first")
 
 
-# -- a lock that is left ------------------------------------------------------------------------------------------------
+# -- a lock that is left ----------------------------------------------------------------------------------------------
 
 
 def count_visit(page: str, visit: str) -> None:

@@ -82,7 +82,7 @@ RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del'
 """Delete the lock if it is ours: compared and deleted in one."""
 
 
-# -- S27: an expiry that is shorter than the work ------------------------------------------------------------------------
+# -- S27: an expiry that is shorter than the work ---------------------------------------------------------------------
 
 
 def move_hits_slowly_under(seconds: int) -> None:
@@ -112,7 +112,7 @@ def test_an_expiry_that_is_shorter_than_the_work(crashing, racing):
     proven(racing, move_hits_slowly_under, 600)
 
 
-# -- BUG-46: the loser unlocks ------------------------------------------------------------------------------------------
+# -- BUG-46: the loser unlocks ----------------------------------------------------------------------------------------
 
 
 def move_hits_or_leave(page: str) -> None:
@@ -148,7 +148,7 @@ def test_the_loser_unlocks(crashing, racing, three):
     proven(three, move_hits_or_raise, "home")
 
 
-# -- BUG-47: the lock ends before the work ------------------------------------------------------------------------------
+# -- BUG-47: the lock ends before the work ----------------------------------------------------------------------------
 
 
 def move_hits_under_token(page: str) -> None:
@@ -191,7 +191,7 @@ def test_the_lock_ends_before_the_work(both, slow):
     proven(slow, move_hits_if_still_pending, "home")
 
 
-# -- S26: a reservation with an end -------------------------------------------------------------------------------------
+# -- S26: a reservation with an end -----------------------------------------------------------------------------------
 
 
 def bill_under_a_lease(order_id: int) -> None:
@@ -232,7 +232,7 @@ def test_a_reservation_with_an_end(both, slow):
     proven(slow, bill_if_the_lease_is_still_ours, 1)
 
 
-# -- BUG-49: a guard that was not given back ----------------------------------------------------------------------------
+# -- BUG-49: a guard that was not given back --------------------------------------------------------------------------
 
 A_DAY = 24 * 3600
 
@@ -269,7 +269,7 @@ def test_a_guard_that_was_not_given_back(crashing, racing, both, slow):
     proven(slow, enrol_or_raise, 7)
 
 
-# -- BUG-51: a semaphore ------------------------------------------------------------------------------------------------
+# -- BUG-51: a semaphore ----------------------------------------------------------------------------------------------
 
 
 def work_if_there_is_room(page: str) -> None:

@@ -6,7 +6,6 @@ import uuid
 
 import pytest
 from sqlalchemy import update
-from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -49,7 +48,7 @@ def outside(chaos):
     chaos.watch(mailer, "send", result=None)
 
 
-# -- BUG-66: a known row is a database error ----------------------------------------------------------------------------
+# -- BUG-66: a known row is a database error --------------------------------------------------------------------------
 
 
 def fan_out_with_new_ids(rows: list[str]) -> None:
@@ -104,7 +103,7 @@ def test_a_known_row_is_a_database_error(crashing, racing, both):
     proven(both, save_or_go_on, "n1", "hello")
 
 
-# -- BUG-80: the loser reports a failure --------------------------------------------------------------------------------
+# -- BUG-80: the loser reports a failure ------------------------------------------------------------------------------
 
 
 def run_or_report_failure(task_id: int) -> None:

@@ -227,7 +227,7 @@ def test_two_that_credit_a_wallet(crashing, racing, both):
     proven(both, settle_then_credit, 1)
 
 
-# -- BUG-25: two that get or create ------------------------------------------------------------------------------------
+# -- BUG-25: two that get or create -----------------------------------------------------------------------------------
 
 
 def sync_repository(name: str, stars: int) -> None:

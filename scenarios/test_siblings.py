@@ -173,7 +173,7 @@ def test_a_broken_transaction(chaos, both):
     proven(other, take_event_with_savepoint, *event)
 
 
-# -- BUG-58: two requests, a moment apart --------------------------------------------------------------------------------
+# -- BUG-58: two requests, a moment apart -----------------------------------------------------------------------------
 
 
 def bill_unless_billed(customer: str, units: int, asked_at: float) -> None:
