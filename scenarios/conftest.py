@@ -13,6 +13,9 @@ from retrychaos.model.errors import OptionError
 from retrychaos.report.text import full_text
 from scenarios.shop import Session, redis
 
+BUDGET = 120
+"""Seconds for one check: far more than any of them takes, for verdicts must not depend on the machine."""
+
 
 @pytest.fixture(autouse=True)
 def database(chaos: Chaos) -> None:
@@ -60,7 +63,7 @@ def fresh_world(job: Callable[..., Any]) -> None:
 def proven(chaos: Chaos, job: Callable[..., Any], *args: Any) -> Report:
     """The job leaves the world of one clean run, whatever happens to it."""
     fresh_world(job)
-    report = chaos.explore(job, *args)
+    report = chaos(budget=BUDGET).explore(job, *args)
     assert report.verdict == "proven", full_text(report)
     assert not report.findings
     return report
@@ -76,7 +79,7 @@ def refuted(
     error that never ends.
     """
     fresh_world(job)
-    report = chaos.explore(job, *args)
+    report = chaos(budget=BUDGET).explore(job, *args)
     story = full_text(report)
     assert report.verdict == "failed", story
     expected = {

@@ -286,7 +286,7 @@ def credit_serializable_or_never_mind(engine: Engine, order_id: int) -> None:
 
 
 def test_serializable(racing, both, engine):
-    """The database notices that each has decided on what the other one changes, and refuses one. Try again, from the look.
+    """The database notices that both have decided on what the other one changes, and refuses one. Try again from the look.
 
     Spoiled: a weaker level; a look outside of the transaction. To take the refusal for "somebody else has done it" is
     right here, where that somebody has committed or the refusal would not have come.
