@@ -31,13 +31,13 @@ def crashing(chaos: Chaos) -> Chaos:
 @pytest.fixture
 def racing(chaos: Chaos) -> Chaos:
     """Two deliveries at the same time, in every order of their steps, and nobody dies."""
-    return later(chaos, duplicates=2, crashes=0)
+    return chaos(duplicates=2, crashes=0)
 
 
 @pytest.fixture
 def both(chaos: Chaos) -> Chaos:
     """Two deliveries at the same time, and each may die anywhere."""
-    return later(chaos, duplicates=2)
+    return chaos(duplicates=2)
 
 
 def later(chaos: Chaos, **options: Any) -> Chaos:

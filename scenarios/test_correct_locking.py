@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as OrmSession
 
-from scenarios.conftest import later, proven, refuted
+from scenarios.conftest import proven, refuted
 from scenarios.shop import Session, redis, save
 
 
@@ -345,14 +345,14 @@ def test_a_lock_in_redis(chaos, crashing, racing, both):
     It holds as long as nobody is slower than the lock (`late`): see test_leases.py for what to do then.
     """
     proven(both, credit_under_token, 1)
-    proven(later(chaos, duplicates=3, crashes=0), credit_under_token, 1)
-    refuted(later(chaos, duplicates=2, crashes=0, late=True), credit_under_token, 1, changed="redis points:1")
+    proven(chaos(duplicates=3, crashes=0), credit_under_token, 1)
+    refuted(chaos(duplicates=2, crashes=0, late=True), credit_under_token, 1, changed="redis points:1")
 
     proven(crashing, credit_and_mark, 1)
     refuted(racing, credit_and_mark, 1, changed="redis points:1")
 
     proven(crashing, credit_and_release_whoever_holds, 1)
-    refuted(later(chaos, duplicates=3, crashes=0), credit_and_release_whoever_holds, 1, changed="redis points:1")
+    refuted(chaos(duplicates=3, crashes=0), credit_and_release_whoever_holds, 1, changed="redis points:1")
 
     proven(crashing, credit_after_a_look_at_the_marker, 1)
     refuted(racing, credit_after_a_look_at_the_marker, 1, changed="redis points:1")

@@ -7,12 +7,12 @@ COMMITTED, PostgreSQL's own, unless a job asks for another.
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from scenarios.conftest import proven, refuted
 
-pytest.importorskip("psycopg", reason="these jobs need a PostgreSQL server, and psycopg to talk to it")
+pytest.importorskip("psycopg", reason="these jobs talk to a PostgreSQL server through psycopg")
 
 engines: list[Engine] = []
 """The engine of the test that is running."""
@@ -28,14 +28,19 @@ TABLES = """
 """
 
 
-@pytest.fixture(autouse=True)
-def shop(postgres_engine: Engine) -> None:
-    engines[:] = [postgres_engine]
+@pytest.fixture
+def engine(postgres_server, postgres):
+    """On a fresh database of a private server; see conftest.py of the repository."""
+    engine = create_engine(postgres_server.url(postgres))
+    engines[:] = [engine]
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture
-def engine(postgres_engine: Engine) -> Engine:
-    return postgres_engine
+def chaos(chaos, postgres_server):
+    """A check that may rewind what is on that server."""
+    return chaos(scratch=[f"postgresql:///?host={postgres_server.folder}"])
 
 
 def arrange() -> None:
@@ -286,7 +291,7 @@ def credit_serializable_or_never_mind(engine: Engine, order_id: int) -> None:
 
 
 def test_serializable(racing, both, engine):
-    """The database notices that both have decided on what the other one changes, and refuses one. Try again from the look.
+    """The database notices that each decides on what the other one changes, and refuses one. Try again from the look.
 
     Spoiled: a weaker level; a look outside of the transaction. To take the refusal for "somebody else has done it" is
     right here, where that somebody has committed or the refusal would not have come.

@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from scenarios.conftest import later, proven, refuted
+from scenarios.conftest import proven, refuted
 from scenarios.shop import Session, redis, save
 
 
@@ -60,13 +60,13 @@ def arrange() -> None:
 @pytest.fixture
 def three(chaos):
     """Three deliveries at the same time, and nobody dies."""
-    return later(chaos, duplicates=3, crashes=0)
+    return chaos(duplicates=3, crashes=0)
 
 
 @pytest.fixture
 def slow(chaos):
     """Two deliveries at the same time. Nobody dies, but work may take longer than any lock holds."""
-    return later(chaos, duplicates=2, crashes=0, late=True)
+    return chaos(duplicates=2, crashes=0, late=True)
 
 
 def move_hits(page: str) -> None:

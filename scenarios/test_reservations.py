@@ -137,7 +137,7 @@ def test_seen_before_it_was_written(chaos, crashing, racing, both):
     """BUG-36 (openmeter). "One hiccup and one retry, and the event was metered zero times. The retry said 200 OK."
 
     `SET NX` asks and claims in one command, and the claim outlives the process. Mark as seen only what is written:
-    after a write that may be repeated, or in the same MULTI (which does not include the look: two at a time both write).
+    after a write that may be repeated, or in the same MULTI. (The look is not part of that: two at a time both write.)
     """
     refuted(chaos, ingest_if_unseen, "e1", lost="Queue.publish")
     proven(both, ingest_with_key_then_mark_seen, "e1")
