@@ -9,13 +9,43 @@ from typing import Any
 import pytest
 
 from retrychaos import Chaos, Report
+from retrychaos.model.errors import OptionError
 from retrychaos.report.text import full_text
 from scenarios.shop import Session, redis
+
+BUDGET = 120
+"""Seconds for one check: far more than any of them takes, for verdicts must not depend on the machine."""
 
 
 @pytest.fixture(autouse=True)
 def database(chaos: Chaos) -> None:
     Session.configure(bind=chaos.sql)
+
+
+@pytest.fixture
+def crashing(chaos: Chaos) -> Chaos:
+    """One delivery at a time, and each may die anywhere, any number of times."""
+    return chaos(duplicates=1)
+
+
+@pytest.fixture
+def racing(chaos: Chaos) -> Chaos:
+    """Two deliveries at the same time, in every order of their steps, and nobody dies."""
+    return chaos(duplicates=2, crashes=0)
+
+
+@pytest.fixture
+def both(chaos: Chaos) -> Chaos:
+    """Two deliveries at the same time, and each may die anywhere."""
+    return chaos(duplicates=2)
+
+
+def later(chaos: Chaos, **options: Any) -> Chaos:
+    """The same world with options that a version to come will have. Until then the test is skipped, and says why."""
+    try:
+        return chaos(**options)
+    except OptionError as not_yet:
+        pytest.skip(str(not_yet))
 
 
 def fresh_world(job: Callable[..., Any]) -> None:
@@ -31,30 +61,33 @@ def fresh_world(job: Callable[..., Any]) -> None:
 
 
 def proven(chaos: Chaos, job: Callable[..., Any], *args: Any) -> Report:
-    """The job leaves the world of one clean run, however often it crashes."""
+    """The job leaves the world of one clean run, whatever happens to it."""
     fresh_world(job)
-    report = chaos.explore(job, *args)
+    report = chaos(budget=BUDGET).explore(job, *args)
     assert report.verdict == "proven", full_text(report)
     assert not report.findings
     return report
 
 
 def refuted(
-    chaos: Chaos, job: Callable[..., Any], *args: Any, crashes: int = 1, **effects: str | tuple[str, ...]
+    chaos: Chaos, job: Callable[..., Any], *args: Any, crashes: int | None = None, **effects: str | tuple[str, ...]
 ) -> Report:
     """The job is refuted for these reasons and no others, by that few crashes, and the token of each replays it.
 
+    crashes: 1 unless said otherwise; in a race in which nobody dies none.
     effects: what is ``duplicated``, ``lost``, ``changed``: a table, a call, a Redis key, or several. For ``stuck`` the
     error that never ends.
     """
     fresh_world(job)
-    report = chaos.explore(job, *args)
+    report = chaos(budget=BUDGET).explore(job, *args)
     story = full_text(report)
     assert report.verdict == "failed", story
     expected = {
         (kind, effect) for kind, some in effects.items() for effect in ([some] if isinstance(some, str) else some)
     }
     assert {(finding.kind, finding.effect) for finding in report.findings} == expected, story
+    if crashes is None:
+        crashes = 0 if chaos.options.crashes == 0 else 1
     for finding in report.findings:
         assert finding.plan.crashes == crashes, story
         fresh_world(job)

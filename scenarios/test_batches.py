@@ -76,16 +76,28 @@ def enqueue_and_delete_each() -> None:
             session.commit()
 
 
-def test_one_batch_for_many_receivers(chaos):
+def enqueue_what_we_have_deleted() -> None:
+    with Session() as session:
+        rows = session.execute(select(Missed.receiver, Missed.id).order_by(Missed.id)).all()
+        for receiver, numbers in by_receiver(rows).items():
+            if session.execute(delete(Missed).where(Missed.id.in_(numbers))).rowcount:
+                session.add(Task(name="missed messages", receiver=receiver, numbers=str(numbers)))
+            session.commit()
+
+
+def test_one_batch_for_many_receivers(chaos, crashing, racing, both):
     """BUG-07 (zulip). "One user's event was poisonous. All users before that one got their mail again every minute."
 
     The rows go only when the loop is through, so whatever stops it half way repeats the first half. Deleting each
     receiver's rows first loses a mail instead. Deleted in the transaction that enqueues, receiver by receiver, nothing
-    is lost or repeated, and the batch makes progress.
+    is lost or repeated, and the batch makes progress. Two at a time enqueue what the other one has just deleted, unless
+    they look at how many rows were left to delete.
     """
     refuted(chaos, mail_all_then_delete, duplicated="Queue.publish")
     refuted(chaos, delete_then_mail_each, lost="Queue.publish")
-    proven(chaos, enqueue_and_delete_each)
+    proven(crashing, enqueue_and_delete_each)
+    refuted(racing, enqueue_and_delete_each, duplicated="tasks")
+    proven(both, enqueue_what_we_have_deleted)
 
 
 # -- BUG-12: mark all rows at the end, and a lock in the mail task ----------------------------------------------------
@@ -109,6 +121,14 @@ def dispatch_and_mark_together() -> None:
             session.add(Task(name="send_digest", receiver=receiver, numbers=str(numbers)))
         ids = [number for _, number in rows]
         session.execute(update(Missed).where(Missed.id.in_(ids)).values(processed_at=datetime.now()))
+
+
+def dispatch_what_we_have_marked() -> None:
+    with Session.begin() as session:
+        unprocessed = update(Missed).where(Missed.processed_at.is_(None)).values(processed_at=datetime.now())
+        rows = session.execute(unprocessed.returning(Missed.receiver, Missed.id)).all()
+        for receiver, numbers in by_receiver(sorted(rows)).items():
+            session.add(Task(name="send_digest", receiver=receiver, numbers=str(numbers)))
 
 
 def send_digest_under_lock(receiver: str, numbers: list[int]) -> None:
@@ -135,13 +155,16 @@ def send_digest_with_key(receiver: str, numbers: list[int]) -> None:
         session.execute(update(Missed).where(Missed.id.in_(numbers)).values(sent_at=datetime.now()))
 
 
-def test_a_batch_marked_at_the_end(chaos):
+def test_a_batch_marked_at_the_end(chaos, crashing, racing, both):
     """BUG-12 (plane). "Notifications come twice when the batcher overlaps itself or is run again."
 
-    The same gap as above, with a mark instead of a delete. Mark and tasks belong into one transaction.
+    The same gap as above, with a mark instead of a delete. Mark and tasks belong into one transaction, and the mark
+    comes first: what it returns nobody else gets.
     """
     refuted(chaos, dispatch_then_mark, duplicated="Queue.publish")
-    proven(chaos, dispatch_and_mark_together)
+    proven(crashing, dispatch_and_mark_together)
+    refuted(racing, dispatch_and_mark_together, duplicated="tasks")
+    proven(both, dispatch_what_we_have_marked)
 
 
 def test_a_lock_instead_of_a_memory(chaos):

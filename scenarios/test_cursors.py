@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import select, tuple_
+from sqlalchemy import select, tuple_, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from scenarios.conftest import proven, refuted
@@ -97,11 +97,27 @@ def sync_and_save_each_user() -> None:
             session.commit()
 
 
-def test_a_cursor_with_ties(chaos):
+def sync_and_never_go_back() -> None:
+    with Session() as session:
+        cursor = session.get_one(Cursor, "directory")
+        position = tuple_(User.created, User.id)
+        query = select(User).where(position > (cursor.created, cursor.user_id)).order_by(User.created, User.id)
+        for user in session.scalars(query).all():
+            directory.put(user.id, f"user {user.id}")
+            behind = update(Cursor).where(tuple_(Cursor.created, Cursor.user_id) < (user.created, user.id))
+            session.execute(behind.values(created=user.created, user_id=user.id))
+            session.commit()
+
+
+def test_a_cursor_with_ties(chaos, crashing, racing, both):
     """BUG-70, a relative. "Only ever users who had signed up in the same second as somebody else."
 
     After each user the cursor is behind the work, as it should be, yet it names a second and not a user: died between
-    two users of one second, and `>` skips the other one. A cursor must name its place exactly.
+    two users of one second, and `>` skips the other one. A cursor must name its place exactly. And it must not go back:
+    a slow one sets it to where *it* is, far behind the fast one that has finished, and then it dies.
     """
     refuted(chaos, sync_and_save_each_time, lost="Directory.put")
-    proven(chaos, sync_and_save_each_user)
+    proven(crashing, sync_and_save_each_user)
+    proven(racing, sync_and_save_each_user)
+    refuted(both, sync_and_save_each_user, lost="cursors")
+    proven(both, sync_and_never_go_back)

@@ -1,5 +1,7 @@
 """The good jobs of this gallery, each spoiled by one small edit: every guard, key and commit in them is needed.
 
+All of it against crashes, one delivery at a time; for two at a time see test_correct_locking.py.
+
 A mutant is the source of a good job with one piece of text replaced. What must come of it was worked out by hand.
 """
 
@@ -307,13 +309,13 @@ def name(case: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("case", REFUTED, ids=name)
-def test_every_piece_is_needed(chaos, case):
+def test_every_piece_is_needed(crashing, case):
     (job, *args), edit, effects = case
-    refuted(chaos, mutant(job, *edit), *args, **effects)
+    refuted(crashing, mutant(job, *edit), *args, **effects)
 
 
 @pytest.mark.parametrize("case", PROVEN, ids=name)
-def test_not_needed_but_for_speed(chaos, case):
+def test_not_needed_but_for_speed(crashing, case):
     """Not every edit makes a job wrong, and a correct job must never be refuted."""
     (job, *args), edit = case
-    proven(chaos, mutant(job, *edit), *args)
+    proven(crashing, mutant(job, *edit), *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from sqlalchemy import update
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from scenarios.conftest import proven, refuted
@@ -85,13 +86,27 @@ def charge_with_stored_key(order_id: int) -> None:
         session.commit()
 
 
-def test_a_key_that_is_new_on_every_attempt(chaos):
+def charge_with_key_stored_once(order_id: int) -> None:
+    unkeyed = update(Order).where(Order.id == order_id, Order.payment_key.is_(None))
+    with Session() as session:
+        session.execute(unkeyed.values(payment_key=str(uuid.uuid4())))
+        session.commit()
+        order = session.get_one(Order, order_id)
+        payments.charge(order.id, order.cents, key=order.payment_key)
+        order.paid = True
+        session.commit()
+
+
+def test_a_key_that_is_new_on_every_attempt(chaos, crashing, racing, both):
     """S9. "We do send an idempotency key." It was drawn in the job, so every attempt had one of its own.
 
-    A random key is fine if it is committed before it is used: then the next attempt finds it.
+    A random key is fine if it is committed before it is used: then the next attempt finds it. Two at a time both find
+    none, unless it is stored only where there is none, and read again.
     """
     refuted(chaos, charge_with_key_of_the_attempt, 1, duplicated="Payments.charge")
-    proven(chaos, charge_with_stored_key, 1)
+    proven(crashing, charge_with_stored_key, 1)
+    refuted(racing, charge_with_stored_key, 1, duplicated="Payments.charge")
+    proven(both, charge_with_key_stored_once, 1)
 
 
 # -- S14: a guard -----------------------------------------------------------------------------------------------------
