@@ -166,8 +166,7 @@ def test_a_guard_outside_of_the_lock_is_refuted(
 
 
 def test_a_deferred_transaction_gets_busy_at_once_and_is_retried(twice: Chaos, engine: Engine) -> None:
-    """A transaction that has read and wants to write is turned away whatever the timeout; a retry then finds the
-    row."""
+    """A transaction that has read and wants to write is turned away whatever the timeout; its retry finds the row."""
     report = twice.explore(begin_deferred, engine)
     assert report.verdict == "proven", full_text(report)
 
@@ -384,8 +383,7 @@ def test_a_consumer_that_waits_for_its_producer(twice: Chaos) -> None:
     assert report.verdict == "proven", full_text(report)
 
 
-# -- more than two, counts, repeatability
--------------------------------------------------------------------------------
+# -- more than two, counts, repeatability ------------------------------------------------------------------------------
 
 
 def test_three_live_deliveries_are_allowed(chaos: Chaos) -> None:
