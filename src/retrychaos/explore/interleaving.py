@@ -114,7 +114,9 @@ class Interleaving:
         self._shared = shared
         """What one delivery does is taken to hold for others, as long as it has drawn nothing at random."""
         self._table: dict[Hashable, Outcome] = {}
-        self._saved: dict[tuple[tuple[tuple[str, int], ...], int], tuple[Saved | None, int]] = {((), 0): (None, 0)}
+        self._saved: dict[tuple[tuple[tuple[str, int], ...], tuple[int, int]], tuple[Saved | None, int]] = {
+            ((), (0, 0)): (None, 0)
+        }
         self._queue: list[tuple[int, int, int, Node]] = []
         self.switches = 0
         """All that takes less switches between deliveries was tried, with as many crashes as are looked at now."""
@@ -301,20 +303,20 @@ class Interleaving:
     def _key(self, node: Node, index: int, kind: str = "run") -> Hashable:
         """All that a step of this delivery can depend on."""
         if index < 0:
-            return ("jump", node.clock, node.versions)
+            return ("jump", node.time, node.versions)
         seat = node.seats[index]
         log = self.names.logs[seat.log]
         if kind == "kill":
             others = tuple(each for at, each in enumerate(node.seats) if at != index)
-            return ("kill", seat, node.versions, node.clock, others)
+            return ("kill", seat, node.versions, node.time, others)
         assert log.pending is not None
         resource = log.pending.resource
         ident = seat.ident if log.drew or not self._shared else -1
         if resource == CLOCK:
-            return (ident, seat.log, node.clock, node.versions, self.lingers(node, seat))
+            return (ident, seat.log, node.time, node.versions, self.lingers(node, seat))
         shown = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
         how = kind == "fail"
-        return (ident, seat.log, node.clock, resource, node.version(resource), seat.context(resource), shown, how)
+        return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, how)
 
     def _after(self, node: Node, index: int, outcome: Outcome) -> Node:
         versions = node.versions
@@ -349,9 +351,9 @@ class Interleaving:
                     polled = tuple((name, version) for name, version in versions if name in outcome.polled)
                     seat = seat.with_context(CLOCK, self.names.context(0, (outcome.polled, polled), BEGUN))
                 seats[index] = seat
-        # Something has changed: the clock may have to go on in vain as often as before.
-        clock = 0 if outcome.changes and index >= 0 and not self.timed else outcome.clock
-        return Node(versions, clock, tuple(seats), idle, node.acked)
+        # Where something has changed, the clock may have to go on in vain as often as before.
+        rung = node.rung + 1 if outcome.end == "vain" else 0 if outcome.changes else node.rung
+        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung)
 
     def endless_of(self, node: Node, index: int) -> Hashable:
         """A loop that waits and will not end by itself does not end at another time of day either."""
@@ -468,19 +470,12 @@ class Interleaving:
                     new = True
         return new
 
-    def rung(self, node: Node) -> int:
-        """How often the clock has gone on in vain."""
-        if not self.timed:
-            return node.clock
-        return sum(rung * 1000 <= self.reached[node].clock for rung in LADDER)
-
     def _wait_of(self, node: Node) -> int | None:
         """For how long the clock goes on from a state that leads nowhere; None if that was tried."""
         left = self.until_expiry(node)
         if left is not None:
             return left
-        rung = self.rung(node)
-        return round(LADDER[rung] * 1000) if rung < len(LADDER) else None
+        return round(LADDER[node.rung] * 1000) if node.rung < len(LADDER) else None
 
     def _report_stuck(self) -> None:
         stuck = self._stuck()
@@ -495,13 +490,13 @@ class Interleaving:
         """Run to a state whose next transition is not known, and on from there as long as that is new."""
         moves: list[Move] = [move]
         start = node
-        while not (start.quiet and (start.versions, start.clock) in self._saved):
+        while not (start.quiet and (start.versions, start.time) in self._saved):
             reached = self.reached[start]
             assert reached.before is not None
             assert reached.move is not None
             moves.append(reached.move)
             start = reached.before
-        saved, clock = self._saved[start.versions, start.clock]
+        saved, clock = self._saved[start.versions, start.time]
         self.runs += 1
         with Play(self._workshop, self._job, saved, self._start, self._limit(), clock=clock) as play:
             run = _Run(self, play, start)
@@ -558,7 +553,7 @@ class Interleaving:
 
     def keep(self, node: Node, clock: int) -> None:
         """The world is in a state that one can come back to."""
-        key = (node.versions, node.clock)
+        key = (node.versions, node.time)
         if key not in self._saved:
             self._saved[key] = (self._workshop.world.save(), clock)
 
@@ -831,10 +826,9 @@ class _Run:
 
     def _jump(self, node: Node) -> None:
         search = self._search
-        passed = self._play.jump(search.rung(node))
+        passed = self._play.jump(node.rung)
         changes, _ = self._changes(node, self._play.facts(), "", frozenset())
-        clock = self._play.clock if search.timed else node.clock + (not passed)
-        outcome = Outcome(0, 0, changes, False, clock, "")
+        outcome = Outcome(0, 0, changes, False, self._clock(node), "" if passed else "vain")
         self.node = search._after(node, -1, outcome)
         search.keep(self.node, self._play.clock)
         search.found(search._key(node, -1), outcome)

@@ -69,7 +69,7 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
     turns: list[Turn] = []
     for node, move in way:
         if move.kind == "jump":
-            turns.append(Turn("jump", ident=search.rung(node)))
+            turns.append(Turn("jump", ident=node.rung))
             continue
         if move.kind == "begin":
             numbers[move.ident] = max((turn.delivery for turn in turns), default=0) + 1

@@ -49,8 +49,8 @@ class Seat(NamedTuple):
 class Node(NamedTuple):
     """A state of everything: durable versions, deliveries, time.
 
-    clock: how often the clock was moved on because nobody could do anything; or, where a job goes by the time,
-    milliseconds since the start.
+    clock: milliseconds since the start, where the job goes by the time; else 0. rung: how often the clock has gone on
+    in vain, because nobody could do anything, since something has changed.
     """
 
     versions: tuple[tuple[str, int], ...]
@@ -60,6 +60,11 @@ class Node(NamedTuple):
     idle: int
     """Deliveries that may begin."""
     acked: bool
+    rung: int = 0
+
+    @property
+    def time(self) -> tuple[int, int]:
+        return (self.clock, self.rung)
 
     def version(self, resource: str) -> int:
         return next((version for name, version in self.versions if name == resource), 0)
