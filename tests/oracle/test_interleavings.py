@@ -1,0 +1,232 @@
+"""Random small jobs whose deliveries overlap: does the tool's search reach the ledgers that slow, simple ones reach?
+
+RETRYCHAOS_INTERLEAVING_SEEDS=FIRST-LAST tries those seeds instead of the usual ones, for each kind of jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from retrychaos.explore.interleaving import Scope
+from tests.oracle.interleaved_processes import Processes, Question
+from tests.oracle.interleavings import Shop, by_enumeration, by_exploration, by_the_tool, under_the_tool
+from tests.oracle.moves import Found, Ledger, TooMany
+from tests.oracle.overlapping_jobs import RAW_STYLES, STYLES, Block, Kind, Program, random_program, smaller
+
+BATCH = 10
+MOST_SMALLER = 80
+"""Simpler programs that are tried to find the simplest."""
+MOST_DELIVERIES = 4
+"""In one run of the enumeration, which does not see that failing again and again leads nowhere new."""
+JOURNALS = ("delete", "truncate", "memory", "wal")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Random jobs of one kind. seeds: how many in a usual run. states, runs: more is too many for the slow searches."""
+
+    kind: Kind
+    scope: Scope
+    seeds: int
+    states: int = 160
+    runs: int = 80
+
+    def case(self, seed: int) -> Case:
+        chance = random.Random(seed)
+        return Case(random_program(chance, self.kind), chance.choice(JOURNALS), self)
+
+
+@dataclass(frozen=True)
+class Case:
+    program: Program
+    journal: str
+    family: Family
+
+
+FAMILIES = {
+    "pairs": Family(Kind((2, 3), second=0.1), Scope(2, 0), 100),
+    "raw": Family(Kind((2, 3), (*RAW_STYLES, *STYLES)), Scope(2, 0), 50),
+    "crashes": Family(Kind((1, 2), second=0.1), Scope(2, 1), 80),
+    "redis": Family(Kind((2, 3), redis=0.5), Scope(2, 0), 40),
+    "redis crashes": Family(Kind((1, 2), redis=0.5), Scope(2, 1), 20),
+    "three": Family(Kind((1, 2), sends=0.05), Scope(3, 0), 30),
+}
+
+
+def usual(family: Family, share: int = 1) -> range:
+    wanted = os.environ.get("RETRYCHAOS_INTERLEAVING_SEEDS")
+    if wanted is None:
+        return range(family.seeds // share)
+    first, last = map(int, wanted.split("-"))
+    return range(first, last + 1)
+
+
+def batches() -> Iterator[object]:
+    for name, family in FAMILIES.items():
+        seeds = usual(family)
+        for start in range(0, len(seeds), BATCH):
+            some = seeds[start : start + BATCH]
+            yield pytest.param(name, some, id=f"{name.replace(' ', '-')}-{some[0]}-{some[-1]}")
+
+
+# -- comparing ------------------------------------------------------------------------------------------------------
+
+
+def in_the_shop(case: Case) -> tuple[Found | str, Found | None, Found | None]:
+    """What the tool, the exploration and the enumeration find; None where a job is too big."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="interleavings-", dir=memory) as folder:
+        with closing(Shop(Path(folder), case.journal, case.family.kind.redis > 0)) as shop:
+            family, scope = case.family, case.family.scope
+            return under_the_tool(
+                shop,
+                case.program,
+                lambda workshop, job: (
+                    or_says_why(lambda: by_the_tool(workshop, job, scope)),
+                    or_none(lambda: by_exploration(workshop, job, shop, scope, family.states)),
+                    or_none(lambda: by_enumeration(workshop, job, shop, scope, family.runs, MOST_DELIVERIES)),
+                ),
+            )
+
+
+def or_none(search: Callable[[], Found]) -> Found | None:
+    try:
+        return search()
+    except TooMany:
+        return None
+
+
+def or_says_why(search: Callable[[], Found]) -> Found | str:
+    """A search that gives up is as wrong as one that misses something."""
+    try:
+        return search()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def difference(tool: Found | str, other: Found | None, name: str) -> str:
+    """In which ledgers the tool and a slow search disagree; empty if in none."""
+    if isinstance(tool, str):
+        return f"  the tool gives up: {tool}"
+    if other is None or not tool.whole:
+        return ""
+    lines = []
+    for what, mine, theirs in (("left", tool.left, other.left), ("while idle", tool.idle, other.idle)):
+        if other.whole:
+            lines += [f"  {what}, only by the tool: {_shown(each)}" for each in mine - theirs]
+        lines += [f"  {what}, only by {name}: {_shown(each)}" for each in theirs - mine]
+    return "\n".join(lines)
+
+
+def _shown(ledger: Ledger) -> str:
+    return ", ".join(f"{name} {list(rows)}" for name, rows in sorted(ledger) if rows)
+
+
+def disagreement(case: Case) -> str:
+    tool, explored, enumerated = in_the_shop(case)
+    return difference(tool, explored, "exploration") or difference(tool, enumerated, "enumeration")
+
+
+def simplest(case: Case, disagrees: Callable[[Case], str]) -> tuple[Case, str]:
+    """The smallest program found that shows a disagreement, and which."""
+    left, shown = MOST_SMALLER, disagrees(case)
+    again = True
+    while again:
+        again = False
+        for program in smaller(case.program):
+            left -= 1
+            other = Case(program, case.journal, case.family)
+            if left > 0 and (found := disagrees(other)):
+                case, shown, again = other, found, True
+                break
+    return case, shown
+
+
+def report(seed: object, case: Case, disagrees: Callable[[Case], str]) -> str:
+    small, shown = simplest(case, disagrees)
+    return f"seed {seed}: {case.program}\n  smaller, {small.journal}, {small.family.scope}: {small.program}\n{shown}"
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "seeds"), list(batches()))
+def test_random_jobs(name: str, seeds: range) -> None:
+    """The tool reaches the same ledgers as exploration without shortcuts, and as every sequence of moves."""
+    family = FAMILIES[name]
+    explored = enumerated = 0
+    failures = []
+    for seed in seeds:
+        case = family.case(seed)
+        tool, by_states, by_runs = in_the_shop(case)
+        explored += by_states is not None
+        enumerated += by_runs is not None
+        if difference(tool, by_states, "exploration") or difference(tool, by_runs, "enumeration"):
+            failures.append(report(f"{name} {seed}", case, disagreement))
+    if failures:
+        pytest.fail(f"{len(failures)} disagreements\n\n" + "\n\n".join(failures), pytrace=False)
+    assert explored + enumerated > len(seeds) / 2, "most of these jobs were too big to compare anything"
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with closing(Processes()) as handle:
+        yield handle
+
+
+def by_processes(case: Case, processes: Processes) -> str:
+    tool, _, _ = in_the_shop(Case(case.program, case.journal, Family(case.family.kind, case.family.scope, 0, 0, 0)))
+    family, scope = case.family, case.family.scope
+    assert scope.crashes is not None
+    question = Question(case.program, case.journal, scope.duplicates, scope.crashes, family.runs, MOST_DELIVERIES)
+    return difference(tool, or_none(lambda: processes.find(question)), "processes")
+
+
+@pytest.mark.parametrize("name", ["pairs", "raw", "crashes", "three"])
+def test_real_processes(name: str, processes: Processes) -> None:
+    """The tool reaches the same ledgers as processes with connections of their own that are killed by the system."""
+    failures = []
+    for seed in usual(FAMILIES[name], share=6):
+        case = FAMILIES[name].case(seed)
+        if by_processes(case, processes):
+            failures.append(report(f"{name} {seed}", case, lambda case: by_processes(case, processes)))
+    if failures:
+        pytest.fail(f"{len(failures)} disagreements\n\n" + "\n\n".join(failures), pytrace=False)
+
+
+KNOWN: dict[str, tuple[Program, str]] = {
+    "a refused insert keeps its lock": (
+        Program((Block((("try_claim", "taken"), ("value", 1), ("leave_if", 1), ("bump", 1))),)),
+        "delete",
+    ),
+    "nobody can read while a commit waits": (
+        Program((Block((("value", 1), ("leave_if", 1), ("bump", 1)), "BEGIN", after_error="again"),)),
+        "delete",
+    ),
+    "a statement that has waited has done something": (
+        Program((Block((("bump", 1),)), Block((("claim_quietly", "k"),), "AUTOCOMMIT"))),
+        "delete",
+    ),
+    "a statement that begins a transaction waits": (
+        Program((Block((("value", 1), ("leave_if", 1), ("bump", 1)), "RAW BEGIN IMMEDIATE"),)),
+        "wal",
+    ),
+}
+
+
+@pytest.mark.parametrize("crashes", [0, 1])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_jobs(name: str, crashes: int, processes: Processes) -> None:
+    """Jobs that the tool was once wrong about."""
+    program, journal = KNOWN[name]
+    case = Case(program, journal, Family(Kind(), Scope(2, crashes), 0, states=400, runs=150))
+    found = disagreement(case) or by_processes(case, processes)
+    assert not found, found
