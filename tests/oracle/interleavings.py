@@ -29,10 +29,10 @@ from retrychaos.runtime.delivery import Job, Order, Workshop, keep_none
 from retrychaos.runtime.turns import Actor, Moved, Play
 from retrychaos.world.sqlite import SqliteDatabase
 from tests.oracle.moves import Found, Ledger, Move, Table, TooMany, enumerate_runs
-from tests.oracle.overlapping_jobs import Duplicate, Locked, Program, furnish
+from tests.oracle.overlapping_jobs import Duplicate, Locked, Program, Unfit, furnish
 
 _Answer = TypeVar("_Answer")
-_LIMIT = 20.0
+_LIMIT = 3.0
 """Seconds that a delivery may stand still."""
 
 
@@ -208,13 +208,19 @@ def _begin(statement: str, connection: Connection) -> None:
 
 
 def under_the_tool(shop: Shop, program: Program, question: Callable[[Workshop, Job], _Answer]) -> _Answer:
-    """Ask while everything is patched as in a check, and every resource has been found."""
+    """Ask while everything is patched as in a check, and every resource has been found.
+
+    Raises Unfit if a clean run of the job fails: no check goes further.
+    """
     chaos = Chaos(duplicates=2)
     chaos.watch(shop, "send", result=None)
 
     def ask(check: Check) -> tuple[_Answer, None]:
         workshop, job = check._workshop, check._job
-        workshop.run(Job(partial(_touch, shop)), Order(None, workshop.clock.base, 0, "look", limit=_LIMIT), keep_none)
+        order = Order(None, workshop.clock.base, 0, "clean", limit=_LIMIT)
+        workshop.run(Job(partial(_touch, shop)), order, keep_none)
+        if workshop.run(job, order, keep_none).end != "done":
+            raise Unfit
         return question(workshop, job), None
 
     return chaos._ask("job", partial(program, shop), (), {}, ask)
@@ -262,17 +268,26 @@ class _Everything(Interleaving):
         pass
 
 
-def by_the_tool(workshop: Workshop, job: Job, scope: Scope) -> Found:
-    """As a check does it: with transitions shared by all deliveries, and if these surprise, learned for each."""
+def by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int) -> Found:
+    """As a check does it: with transitions shared by all deliveries, and if these surprise, learned for each.
+
+    Raises TooMany for jobs that fail and leave more behind each time.
+    """
     try:
-        return _by_the_tool(workshop, job, scope, shared=True)
+        return _by_the_tool(workshop, job, scope, most_states, shared=True)
     except Surprise:
-        return _by_the_tool(workshop, job, scope, shared=False)
+        return _by_the_tool(workshop, job, scope, most_states, shared=False)
 
 
-def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, shared: bool) -> Found:
+def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, shared: bool) -> Found:
     judge: Any = _Lenient()
-    search = _Everything(workshop, job, judge, workshop.clock.base, scope, lambda: _LIMIT, shared)
+
+    def limit() -> float:
+        if search.states > most_states:
+            raise TooMany
+        return _LIMIT
+
+    search = _Everything(workshop, job, judge, workshop.clock.base, scope, limit, shared)
     search.explore()
     assert not search.doubts, search.doubts
     quiet = [node for node in search.reached if not node.seats]

@@ -52,8 +52,12 @@ class Locked(Refused):
     """Another transaction is in the way."""
 
 
+class Nack(Exception):
+    """The job raises by itself."""
+
+
 class Unfit(Exception):
-    """The job raises by itself: a nack."""
+    """A job that is no use."""
 
 
 class Sql(Protocol):
@@ -225,7 +229,7 @@ def _leave(met: bool) -> None:
 
 def _fail(met: bool) -> None:
     if met:
-        raise Unfit
+        raise Nack
 
 
 def _value(sql: Sql, got: int, counter: int) -> int:
