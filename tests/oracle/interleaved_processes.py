@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.oracle.moves import Found, Ledger, Table, TooMany, enumerate_runs
+from tests.oracle.moves import Found, Ledger, Move, Table, TooMany, enumerate_runs
 from tests.oracle.overlapping_jobs import Duplicate, Locked, Program, furnish
 
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -34,7 +34,10 @@ _ENDS = {_STANDS: "", _WAITS: "blocked", _DONE: "done", _FAILED: "failed"}
 
 @dataclass(frozen=True)
 class Question:
-    """A job, and how thoroughly to try it. journal: of both databases. deliveries: at most, in one run."""
+    """A job, and how thoroughly to try it.
+
+    journal: of both databases. runs: more are too many. deliveries: at most, in one run.
+    """
 
     program: Program
     journal: str
@@ -42,6 +45,8 @@ class Question:
     crashes: int
     runs: int
     deliveries: int
+    script: tuple[int, ...] = ()
+    """Only one run is made: first these deliveries move, one step each; then whoever can, to the end."""
 
 
 # -- in the process of a delivery -----------------------------------------------------------------------------------
@@ -220,7 +225,15 @@ def _find(question: Question) -> Found:
             with closing(_Run(question, folder)) as run:
                 yield run
 
-        return enumerate_runs(start, question.runs)
+        if not question.script:
+            return enumerate_runs(start, question.runs)
+        with start() as run:
+            table = run.table
+            for ident in question.script:
+                table.go(Move("run" if ident in table.live else "begin", ident))
+            while moves := table.moves():
+                table.go(moves[0])
+            return Found(frozenset({run.ledger}), frozenset(), False, 0, 1)
 
 
 def serve() -> None:
