@@ -75,7 +75,7 @@ class _Yard:
     def connect(self, database: int, style: str) -> Iterator[_Plain]:
         path = self._folder / _NAMES[database]
         style = style.removeprefix("RAW").strip()
-        with closing(sqlite3.connect(path, isolation_level=None if style else "")) as connection:
+        with closing(sqlite3.connect(path, isolation_level=None if style else "DEFERRED")) as connection:
             self._wait_when_told(connection, path)
             yield _Plain(self, connection, style)
             connection.rollback()

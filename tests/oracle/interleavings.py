@@ -64,7 +64,7 @@ class Shop:
         return found
 
     @contextmanager
-    def connect(self, database: int, style: str) -> Iterator[_Core]:
+    def connect(self, database: int, style: str) -> Iterator[_Core | _Raw]:
         if style.startswith("RAW"):
             begin = style.removeprefix("RAW").strip()
             with closing(self.engine(database, "BEGIN" if begin else "").raw_connection()) as raw:

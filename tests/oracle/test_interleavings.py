@@ -40,8 +40,8 @@ class Family:
     kind: Kind
     scope: Scope
     seeds: int
-    states: int = 100
-    runs: int = 40
+    states: int = 80
+    runs: int = 30
 
     def case(self, seed: int) -> Case:
         chance = random.Random(seed)
@@ -84,7 +84,7 @@ def batches() -> Iterator[object]:
 # -- comparing ------------------------------------------------------------------------------------------------------
 
 
-def in_the_shop(case: Case) -> tuple[Found | str | None, Found | None, Found | None]:
+def in_the_shop(case: Case) -> tuple[Found | str | None, Found | str | None, Found | str | None]:
     """What the tool, the exploration and the enumeration find; None where a job is too big, or fails in a clean run."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="interleavings-", dir=memory) as folder:
@@ -95,23 +95,16 @@ def in_the_shop(case: Case) -> tuple[Found | str | None, Found | None, Found | N
                     shop,
                     case.program,
                     lambda workshop, job: (
-                        or_says_why(lambda: by_the_tool(workshop, job, scope, MOST_STATES)),
-                        or_none(lambda: by_exploration(workshop, job, shop, scope, family.states)),
-                        or_none(lambda: by_enumeration(workshop, job, shop, scope, family.runs, MOST_DELIVERIES)),
+                        outcome(lambda: by_the_tool(workshop, job, scope, MOST_STATES)),
+                        outcome(lambda: by_exploration(workshop, job, shop, scope, family.states)),
+                        outcome(lambda: by_enumeration(workshop, job, shop, scope, family.runs, MOST_DELIVERIES)),
                     ),
                 )
     return None, None, None
 
 
-def or_none(search: Callable[[], Found]) -> Found | None:
-    try:
-        return search()
-    except TooMany:
-        return None
-
-
-def or_says_why(search: Callable[[], Found]) -> Found | str | None:
-    """A search that gives up is as wrong as one that misses something."""
+def outcome(search: Callable[[], Found]) -> Found | str | None:
+    """None: the job is too big. A text: why it gave up, which is as wrong as missing something."""
     try:
         return search()
     except TooMany:
@@ -120,10 +113,12 @@ def or_says_why(search: Callable[[], Found]) -> Found | str | None:
         return f"{type(problem).__name__}: {problem}"
 
 
-def difference(tool: Found | str | None, other: Found | None, name: str) -> str:
+def difference(tool: Found | str | None, other: Found | str | None, name: str) -> str:
     """In which ledgers the tool and a slow search disagree; empty if in none."""
     if isinstance(tool, str):
         return f"  the tool gives up: {tool}"
+    if isinstance(other, str):
+        return f"  {name} gives up: {other}"
     if tool is None or other is None or not tool.whole:
         return ""
     lines = []
@@ -195,14 +190,14 @@ def by_processes(case: Case, processes: Processes) -> str:
     family, scope = case.family, case.family.scope
     assert scope.crashes is not None
     question = Question(case.program, case.journal, scope.duplicates, scope.crashes, family.runs, MOST_DELIVERIES)
-    return difference(tool, or_none(lambda: processes.find(question)), "processes")
+    return difference(tool, outcome(lambda: processes.find(question)), "processes")
 
 
 @pytest.mark.parametrize("name", ["pairs", "raw", "crashes", "three"])
 def test_real_processes(name: str, processes: Processes) -> None:
     """The tool reaches the same ledgers as processes with connections of their own that are killed by the system."""
     failures = []
-    for seed in usual(FAMILIES[name], share=6):
+    for seed in usual(FAMILIES[name], share=10):
         case = FAMILIES[name].case(seed)
         if by_processes(case, processes):
             failures.append(report(f"{name} {seed}", case, lambda case: by_processes(case, processes)))
@@ -249,7 +244,7 @@ KNOWN: dict[str, tuple[Program, str]] = {
 def test_known_jobs(name: str, crashes: int, processes: Processes) -> None:
     """Jobs that the tool was once wrong about."""
     program, journal = KNOWN[name]
-    case = Case(program, journal, Family(Kind(), Scope(2, crashes), 0, states=400, runs=150))
+    case = Case(program, journal, Family(Kind(), Scope(2, crashes), 0, states=300, runs=60))
     found = disagreement(case) or by_processes(case, processes)
     assert not found, found
 
