@@ -24,6 +24,8 @@ from retrychaos.world.world import Saved
 MAX_DELIVERIES = 25
 """Deliveries of one message: what Sidekiq's default retry policy allows."""
 _MOST_TWINS = 2
+_LONGEST_ROUND = 5
+"""Steps of a loop that waits, its sleep included."""
 REDELIVERY_DELAY = 1.0
 """Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 
@@ -174,8 +176,8 @@ class Closure:
         return Order(state.saved, state.at + REDELIVERY_DELAY + wait, number, str(number), limit=self._limit())
 
     def digest(self, outcome: Outcome) -> bytes:
-        """What two runs from one state must have in common."""
-        seen = repr([step.signature for step in outcome.steps] + [outcome.end])
+        """What two runs from one state must have in common; not how often they looked whether they may go on."""
+        seen = repr(_without_rounds([step.signature for step in outcome.steps]) + [outcome.end])
         return hashlib.blake2b(seen.encode() + self._canon.fingerprint(outcome.facts)).digest()
 
     def _visit(self, state: State) -> None:
@@ -360,6 +362,19 @@ class Closure:
 def _until_ends(state: State) -> list[int]:
     """Seconds until each thing has ended that ends by itself."""
     return [int(end - state.at) + 1 for end in state.expiries if end > state.at + REDELIVERY_DELAY]
+
+
+def _without_rounds(steps: list[tuple[str, str, str]]) -> list[object]:
+    """The steps, with loops that wait gone round once: an expiry ends them a millisecond sooner or later."""
+    out: list[object] = []
+    waits = any(kind == "sleep" for kind, _, _ in steps)
+    for step in steps:
+        out.append(step)
+        for size in range(2, _LONGEST_ROUND + 1) if waits else ():
+            if len(out) >= 2 * size and out[-size:] == out[-2 * size : -size]:
+                del out[-size:]
+                break
+    return out
 
 
 def _raw(facts: Facts) -> int:

@@ -503,7 +503,7 @@ class Interleaving:
             with contextlib.suppress(_Over):
                 for each in reversed(moves):
                     run.go(each)
-                while onward := self._onward(run.node):
+                while len(play.actors) < MAX_DELIVERIES and (onward := self._onward(run.node)):
                     self._limit()
                     for each in onward:
                         run.go(each)

@@ -408,6 +408,8 @@ class SqlSource:
                 self._stage.step("commit", database, "COMMIT", "COMMIT")
                 self._stage.touched(database)
             handle.committing = False
+        elif word.startswith("BEGIN") and self._stage.concurrent:
+            self._raw(database, handle, statement)  # it may have to wait; and what was committed before is read here
         elif word.startswith("BEGIN"):
             self._stage.look()  # what was committed cannot be told apart any more once the transaction is open
         elif not word.startswith(("ROLLBACK", "--")):

@@ -46,6 +46,8 @@ class Handle:
     rows: int = 0
     """It is an executemany that commits row by row: how many rows have started, plus one. 0: it is not."""
     committing: bool = False
+    waiting: bool = False
+    """Its statement waits for another delivery: it has done nothing yet."""
     owner: object = None
     """The delivery that it belongs to, where several run."""
     effects: list[Effect] = field(default_factory=list)
@@ -132,7 +134,7 @@ class SqliteDatabase:
     def refresh(self) -> Version:
         done, self._owed = self._owed, []
         for handle in self.handles.values():
-            if handle.effects and not handle.in_transaction:
+            if handle.effects and not handle.in_transaction and not handle.waiting:
                 done += handle.effects
                 handle.effects = []
         if done:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _BUSY_SNAPSHOT = 517
 _TAKES_NO_LOCK = re.compile(r"\s*(BEGIN(?!\s+(IMMEDIATE|EXCLUSIVE))|SAVEPOINT|RELEASE|PRAGMA)\b", re.IGNORECASE)
+_COMMITS = re.compile(r"\s*(COMMIT|END|RELEASE)\b", re.IGNORECASE)
 _DEFAULT_TIMEOUT = 5.0
 
 
@@ -132,12 +133,13 @@ class TurnConnection(sqlite3.Connection):
                     raise
                 if self.locked and not ending:
                     raise  # SQLite does not wait here, whatever the timeout: two such waits would never end
-                self.pending = ending and self.locked
+                assert self.handle is not None
+                self.pending, self.handle.waiting = ending and self.locked, True
                 try:
                     if not self.resource.stage.blocked():
                         raise
                 finally:
-                    self.pending = False
+                    self.pending = self.handle.waiting = False
                 self.resource.stage.touched(self.resource)
 
     def settle(self, statement: str) -> None:
@@ -174,7 +176,7 @@ class TurnCursor(sqlite3.Cursor):
             connection.announce(statement)
             handle.announced = True
         try:
-            connection.patiently(lambda: self._perform(statement, parameters))
+            connection.patiently(lambda: self._perform(statement, parameters), ending=bool(_COMMITS.match(statement)))
         except sqlite3.Error as error:
             # A statement that fails keeps the lock that it has taken, until the transaction ends.
             connection.settle("" if _is_busy(error) else statement)
@@ -183,6 +185,8 @@ class TurnCursor(sqlite3.Cursor):
         finally:
             if raw:
                 handle.announced = False
+        if statement.lstrip()[:8].upper() == "ROLLBACK" and " TO" not in statement.upper():
+            handle.effects = []
         connection.settle(statement)
         read: Iterable[Any] = self._rows or ()
         rows = [tuple(row) if isinstance(row, sqlite3.Row) else row for row in read]
