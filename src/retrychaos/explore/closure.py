@@ -177,7 +177,7 @@ class Closure:
 
     def digest(self, outcome: Outcome) -> bytes:
         """What two runs from one state must have in common; not how often they looked whether they may go on."""
-        seen = repr(_without_rounds([step.signature for step in outcome.steps]) + [outcome.end])
+        seen = repr([*_without_rounds([step.signature for step in outcome.steps]), outcome.end])
         return hashlib.blake2b(seen.encode() + self._canon.fingerprint(outcome.facts)).digest()
 
     def _visit(self, state: State) -> None:

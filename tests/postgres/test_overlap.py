@@ -1,0 +1,160 @@
+"""Deliveries that overlap on a real server: the server says who waits, and correct locking passes exhaustively."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from retrychaos import Chaos
+from retrychaos.report.text import full_text
+
+Job = Callable[[Engine], None]
+
+
+@pytest.fixture
+def db(engine: Engine) -> Engine:
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE invoices (id serial PRIMARY KEY, ord int)"))
+        connection.execute(text("CREATE TABLE once (k text PRIMARY KEY, n int)"))
+        connection.execute(text("CREATE TABLE orders (id int PRIMARY KEY, n int, status text)"))
+        connection.execute(text("INSERT INTO orders VALUES (1, 0, 'new'), (2, 0, 'new')"))
+    return engine
+
+
+@pytest.fixture
+def twice(check: Chaos) -> Chaos:
+    return check(duplicates=2, budget=300)
+
+
+def bill(engine: Engine, look: str, *after: str) -> None:
+    """Look, in some way that may lock; bill if the order is new."""
+    with engine.begin() as connection:
+        if connection.execute(text(look)).scalar() == "new":
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (1)"))
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+
+
+def look_and_bill(engine: Engine) -> None:
+    bill(engine, "SELECT status FROM orders WHERE id = 1")
+
+
+def lock_and_bill(engine: Engine) -> None:
+    bill(engine, "SELECT status FROM orders WHERE id = 1 FOR UPDATE")
+
+
+def advisory(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("SELECT pg_advisory_xact_lock(42)"))
+        if not connection.execute(text("SELECT 1 FROM invoices WHERE ord = 7")).first():
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (7)"))
+
+
+def advisory_of_the_wrong_order(engine: Engine) -> None:
+    with engine.begin() as connection:
+        seen = connection.execute(text("SELECT 1 FROM invoices WHERE ord = 7")).first()
+        connection.execute(text("SELECT pg_advisory_xact_lock(42)"))
+        if not seen:
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (7)"))
+
+
+def on_conflict(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO once VALUES ('7', 1) ON CONFLICT DO NOTHING"))
+
+
+def give_way(engine: Engine) -> None:
+    try:
+        with engine.begin() as connection:
+            connection.execute(text("INSERT INTO once VALUES ('7', 1)"))
+    except IntegrityError:
+        pass
+
+
+def compare_and_set(engine: Engine) -> None:
+    with engine.begin() as connection:
+        claim = "UPDATE orders SET status = 'done' WHERE id = 1 AND status = 'new'"
+        if connection.execute(text(claim)).rowcount:
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (1)"))
+
+
+def compare_and_set_with_two_commits(engine: Engine) -> None:
+    with engine.begin() as connection:
+        seen = connection.execute(text("SELECT status FROM orders WHERE id = 1")).scalar()
+    with engine.begin() as connection:
+        if seen == "new":
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (1)"))
+
+
+def two_rows_in_one_order(engine: Engine) -> None:
+    with engine.begin() as connection:
+        for number in (1, 2):
+            connection.execute(text("UPDATE orders SET n = 1 WHERE id = :id"), {"id": number})
+
+
+@pytest.mark.parametrize(
+    "job",
+    [lock_and_bill, advisory, on_conflict, give_way, compare_and_set, two_rows_in_one_order],
+    ids=lambda job: job.__name__,
+)
+def test_correct_locking_is_proven(twice: Chaos, db: Engine, job: Job) -> None:
+    report = twice.explore(job, db)
+    assert report.verdict == "proven", full_text(report)
+
+
+@pytest.mark.parametrize(
+    "job", [look_and_bill, advisory_of_the_wrong_order, compare_and_set_with_two_commits], ids=lambda job: job.__name__
+)
+def test_a_guard_outside_of_the_lock_is_refuted(twice: Chaos, db: Engine, job: Job) -> None:
+    assert twice(duplicates=1).explore(job, db).verdict == "proven"
+    report = twice.explore(job, db)
+    assert {(finding.kind, finding.effect) for finding in report.findings} == {("duplicated", "invoices")}, report
+    again = twice.run(job, db, plan=report.findings[0].token)
+    assert (again.kind, again.effect) == ("duplicated", "invoices")
+    assert report.findings[0].plan.crashes == 0
+
+
+def test_a_statement_that_waits_is_shown_as_waiting(twice: Chaos, db: Engine) -> None:
+    """Both look without a lock; the second UPDATE waits in the server until the first one has committed."""
+
+    def add_one(engine: Engine) -> None:
+        with engine.begin() as connection:
+            seen = connection.execute(text("SELECT n FROM orders WHERE id = 1")).scalar_one()
+            if seen == 0:
+                connection.execute(text("UPDATE orders SET n = n + 1 WHERE id = 1"))
+
+    report = twice.explore(add_one, db)
+    assert {(finding.kind, finding.effect) for finding in report.findings} == {("changed", "orders")}, full_text(report)
+
+
+def serializable(engine: Engine) -> None:
+    for _ in range(4):
+        try:
+            with engine.connect().execution_options(isolation_level="SERIALIZABLE") as connection:
+                with connection.begin():
+                    if not connection.execute(text("SELECT 1 FROM invoices WHERE ord = 7")).first():
+                        connection.execute(text("INSERT INTO invoices (ord) VALUES (7)"))
+                return
+        except DBAPIError as error:
+            code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+            if code != "40001":
+                raise
+    raise RuntimeError("gave up")
+
+
+def test_serializable_transactions_with_retry_are_proven_without_crashes(twice: Chaos, db: Engine) -> None:
+    report = twice(crashes=0).explore(serializable, db)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_a_deadlock_reaches_the_job_and_its_retry_gets_past_it(twice: Chaos, db: Engine) -> None:
+    """Both have the row FOR SHARE and want to write it: the server ends one, which is delivered again."""
+
+    def share_then_write(engine: Engine) -> None:
+        bill(engine, "SELECT status FROM orders WHERE id = 1 FOR SHARE")
+
+    report = twice(crashes=0).explore(share_then_write, db)
+    assert report.verdict == "proven", full_text(report)
