@@ -11,7 +11,7 @@ import random
 import threading
 from typing import Any
 
-from retrychaos.runtime.patching import Patches
+from retrychaos.runtime.patching import Replacement
 
 _real_urandom = os.urandom
 
@@ -33,20 +33,19 @@ class Chance:
         self._salt = salt
         self.drawn: list[bytes] = []
         """Every random value of this check of four bytes or more, in the order drawn."""
-        self._patches = Patches()
         self._state: Any = None
         self._seed = b""
         self._count = 0
         self._thread = threading.get_ident()
 
-    def start(self) -> None:
+    def start(self) -> list[Replacement]:
+        """Begin to decide what is drawn. Returns what has to be replaced."""
         self._thread = threading.get_ident()
         self._state = random.getstate()
-        self._patches.set_everywhere(os, "urandom", self._urandom)
-        self._patches.set(random, "_urandom", self._urandom)
+        return [(os, "urandom", self._urandom), (random, "_urandom", self._urandom)]
 
     def stop(self) -> None:
-        self._patches.undo()
+        self._thread = 0  # should anybody have kept a replacement
         if self._state is not None:
             random.setstate(self._state)
             self._state = None

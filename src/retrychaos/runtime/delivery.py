@@ -29,6 +29,7 @@ LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
 """Seconds to wait where no expiry is known: a minute, an hour, a day, Sidekiq's 21 days of retries."""
 _MOST_UNCOLLECTED = 200_000
 """Objects that may be new since the collector has last run."""
+_real_getpid = os.getpid
 FIRST_PID = 3_000_001
 """Process ids of deliveries: above what Linux gives out by default, so that they are recognised in data."""
 
@@ -134,16 +135,14 @@ class Workshop:
         # over, and after a fork it makes each process copy all the memory that it looks at.
         self._collects = gc.isenabled()
         gc.disable()
-        self._patches.set_everywhere(os, "getpid", lambda: self._pid)
-        self.clock.start(self._sleep)
-        self.chance.start()
+        getpid = (os, "getpid", lambda: self._pid if self._running is not None else _real_getpid())
+        self._patches.set_everywhere(getpid, *self.clock.start(self._sleep), *self.chance.start())
         self.world.install()
 
     def stop(self) -> None:
         """Undo every patch. Safe to call at any point after start() has begun."""
-        for undo in (self._watchdog.disarm, self.world.uninstall, self.chance.stop, self.clock.stop):
+        for undo in (self._watchdog.disarm, self.world.uninstall, self._patches.undo, self.chance.stop, self.clock.stop):
             undo()
-        self._patches.undo()
         if self._collects:
             gc.enable()
 
