@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
-from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
+from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect, redelivery
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
 from retrychaos.explore.runner import Forked, Here, Runner
@@ -73,6 +73,7 @@ class Check:
             return Checked(self._unseen(first), clean)
         if self._options.isolation == "process":
             return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
+        self._sample_ahead(first)
         report = self._close(runner, first)
         return Checked(report, clean)
 
@@ -134,6 +135,12 @@ class Check:
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
+
+    def _sample_ahead(self, first: Outcome) -> None:
+        """Where forks have a world of their own, the first sample of _remembers() runs beside the deliveries here."""
+        last = first.changes[-1]
+        if self._workshop.world.private and not first.doubts:
+            self._fork().begin(redelivery(last.saved, last.clock, 2, self._limit()))
 
     def _remembers(self, closure: Closure) -> bool:
         """Run a sample again where nothing can be remembered: does the job do the same there?"""

@@ -24,6 +24,10 @@ class WorldError(ChaosError):
     """A resource cannot be snapshotted or restored safely, so the check refuses to touch it."""
 
 
+class SharedError(ChaosError):
+    """A delivery beside others came upon a resource that all of them have; it has to be done alone. Not for users."""
+
+
 class PlanError(ChaosError, ValueError):
     """A token is damaged, of another version, of another job, or no longer fits the job."""
 

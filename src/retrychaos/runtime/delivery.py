@@ -54,6 +54,7 @@ class Order:
     number: the how-manieth delivery of the message it is; gives it a process id of its own.
     traced: note source lines and values of steps, for a timeline.
     shifted: let the stores draw other ids than usual.
+    beside: another process delivers at the same time, so nothing may be touched that both of them have.
     """
 
     start: Saved | None
@@ -62,6 +63,7 @@ class Order:
     seed: str
     traced: bool = False
     shifted: bool = False
+    beside: bool = False
     limit: float = 10.0
 
 
@@ -151,7 +153,7 @@ class Workshop:
         if self._collects and gc.get_count()[0] > _MOST_UNCOLLECTED:
             gc.collect()
         world = self.world
-        world.shifted, world.traced = order.shifted, order.traced
+        world.shifted, world.traced, world.beside = order.shifted, order.traced, order.beside
         self.clock.set(order.at)
         world.restore(order.start)
         self.chance.seed(order.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import select
@@ -12,7 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_NOTHING_MORE = 3
+_SERVED, _NOTHING_MORE = b"1", b"0"
+"""What a process tells its successor."""
 _HEADER = struct.Struct("!Q")
 _monotonic = time.monotonic
 _getpid = os.getpid
@@ -23,7 +25,7 @@ class ForkError(Exception):
 
 
 class Zygote:
-    """A process forked once; each request runs in a fresh child of it, one at a time."""
+    """A process forked now; each request runs in a fresh copy of it, one at a time."""
 
     def __init__(self, serve: Callable[[Any], Any]) -> None:
         self._ended = False
@@ -35,15 +37,18 @@ class Zygote:
                 os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
                 os.close(self._request)
                 os.close(self._reply)
-                _serve_all(request_read, reply_write, serve)
+                _relay(request_read, reply_write, serve)
             finally:
                 os._exit(0)
         os.close(request_read)
         os.close(reply_write)
 
-    def ask(self, request: Any, timeout: float) -> Any:
-        """The answer of a fresh child to `request`. Raises ForkError, or what serve() raised."""
+    def send(self, request: Any) -> None:
+        """A fresh process begins to work on `request`. Fetch the answer to each before you send the next."""
         _write(self._request, pickle.dumps(request))
+
+    def receive(self, timeout: float) -> Any:
+        """The answer to the request that was sent. Raises ForkError, also for what serve() raised."""
         answer = _read(self._reply, _monotonic() + timeout)
         if answer is None:
             raise ForkError(f"a forked delivery gave no answer within {timeout:.0f} s")
@@ -53,7 +58,7 @@ class Zygote:
         return value
 
     def end(self) -> None:
-        """Nothing more will be asked: it and every child of it die while we do other things. Never raises."""
+        """Nothing more will be asked: it and its successors die while we do other things. Never raises."""
         if self._ended:
             return
         self._ended = True
@@ -68,8 +73,9 @@ class Zygote:
                 pass
 
     def close(self) -> None:
-        """It and every child of it are gone. Never raises."""
+        """It is gone, and its successors are killed. Never raises."""
         self.end()
+        # Only now: until then its number, which is that of its group, goes to nobody else.
         os.waitpid(self._pid, 0)
 
 
@@ -80,24 +86,29 @@ def _fork() -> int:
         return os.fork()
 
 
-def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
-    """Each child is forked before it is asked, so that nobody waits for the fork."""
-    while True:
-        child = _fork()
-        if child == 0:
-            code = 1
-            try:
-                data = _read(requests, None)
-                if data is not None:
-                    _write(replies, _answer(serve, data))
-                code = 0 if data is not None else _NOTHING_MORE
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _NOTHING_MORE:
+def _relay(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
+    """Each process forks its successor, which stays fresh, then serves one request and ends.
+
+    So the one that has served is gone by the time that nothing more is asked: taking down a process takes long, and
+    nobody waits for a successor that was never needed (it is no child of the one that asks).
+    """
+    for number in itertools.count(1):
+        if number == 2:  # most checks ask once; from then on each is forked before it is asked
+            select.select([requests], [], [])
+        news, tell = os.pipe()
+        if _fork():
+            break
+        os.close(tell)
+        told = os.read(news, 1)
+        os.close(news)
+        if told == _NOTHING_MORE:
             return
-        if status:
-            _write(replies, pickle.dumps((False, f"a forked delivery died (status {status})")))
+        if told != _SERVED:
+            _write(replies, pickle.dumps((False, "a forked delivery died")))
+    data = _read(requests, None)
+    if data is not None:
+        _write(replies, _answer(serve, data))
+    os.write(tell, _SERVED if data is not None else _NOTHING_MORE)
 
 
 def _answer(serve: Callable[[Any], Any], data: bytes) -> bytes:

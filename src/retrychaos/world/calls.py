@@ -221,6 +221,10 @@ class Calls:
 
     # -- Resource -------------------------------------------------------------------------------------------------
 
+    @property
+    def private(self) -> bool:
+        return all(watched.result is not MISSING for watched in self.watched)  # else calls go through, who knows where
+
     def clear(self) -> None:
         """Nothing has arrived anywhere."""
         self._received = {}

@@ -22,6 +22,11 @@ class Resource(Protocol):
     label: str
     version: Version
 
+    @property
+    def private(self) -> bool:
+        """It is in the memory of the process, so a fork has one of its own."""
+        ...
+
     def refresh(self) -> Version:
         """Read what may have been committed since; return the same object if nothing was.
 

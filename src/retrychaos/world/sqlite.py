@@ -117,6 +117,10 @@ class SqliteDatabase:
 
     # -- Resource ---------------------------------------------------------------------------------------------------
 
+    @property
+    def private(self) -> bool:
+        return self.path is None
+
     def refresh(self) -> Version:
         done: list[Effect] = []
         for handle in self.handles.values():

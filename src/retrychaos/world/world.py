@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from retrychaos.model.errors import SharedError
 from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.step import Step
 from retrychaos.world.resource import Blob, Resource, Source
@@ -104,6 +105,8 @@ class World:
         self.traced = False
         self.shifted = False
         """Stores draw other row ids than usual, to find the places where ids are kept."""
+        self.beside = False
+        """Another process delivers at the same time."""
 
     # -- for sources and resources (Stage) --------------------------------------------------------------------------
 
@@ -126,6 +129,8 @@ class World:
         return self.resources.get(name)
 
     def adopt(self, resource: Resource) -> None:
+        if self.beside and not resource.private:
+            self.refuse(SharedError(resource.label))
         self.resources[resource.name] = resource
         wanted = self._wanted.pop(resource.name, None)
         if wanted is None and self.again is not None:
@@ -170,6 +175,11 @@ class World:
 
     def options(self, name: str) -> Any:
         return self._options[name]
+
+    @property
+    def private(self) -> bool:
+        """Another process has a world of its own, as far as resources are known."""
+        return all(resource.private for resource in self.resources.values())
 
     # -- for deliveries and the explorer ----------------------------------------------------------------------------
 
