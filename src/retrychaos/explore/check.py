@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
-from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect, redelivery
+from retrychaos.explore.closure import (
+    MAX_DELIVERIES,
+    Closure,
+    OutOfBudget,
+    Relearned,
+    Scope,
+    State,
+    Suspect,
+    redelivery,
+)
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
 from retrychaos.explore.runner import Forked, Here, Runner
@@ -137,7 +146,7 @@ class Check:
         return self._workshop.world.found_facts
 
     def _sample_ahead(self, first: Outcome) -> None:
-        """Where forks have a world of their own, the first sample of _remembers() runs beside the deliveries here."""
+        """Where forks can have a world of their own, the first sample of _remembers() runs beside the closure."""
         last = first.changes[-1]
         if self._workshop.world.private and not first.doubts:
             self._fork().begin(redelivery(last.saved, last.clock, 2, self._limit()))
@@ -154,7 +163,10 @@ class Check:
         forked = self._fork()
         for state, saved in samples:
             order = replace(closure.order(state, state.wait), start=saved)
-            outcome = forked.run(order, keep_none)
+            beside = forked.begun(order)
+            if beside is not None and beside.end != "stopped" and closure.digest(beside) == state.digest:
+                continue
+            outcome = forked.run(order, keep_none)  # differences count only if it was alone
             if outcome.end == "stopped":
                 if not outcome.doubts:
                     raise OutOfBudget  # a sample that did not end has shown nothing

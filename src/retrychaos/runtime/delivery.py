@@ -54,7 +54,8 @@ class Order:
     number: the how-manieth delivery of the message it is; gives it a process id of its own.
     traced: note source lines and values of steps, for a timeline.
     shifted: let the stores draw other ids than usual.
-    beside: another process delivers at the same time, so nothing may be touched that both of them have.
+    aside: a folder for copies of files, if another process delivers at the same time: nothing may be touched that
+        both of them have.
     """
 
     start: Saved | None
@@ -63,7 +64,7 @@ class Order:
     seed: str
     traced: bool = False
     shifted: bool = False
-    beside: bool = False
+    aside: str = ""
     limit: float = 10.0
 
 
@@ -143,7 +144,13 @@ class Workshop:
 
     def stop(self) -> None:
         """Undo every patch. Safe to call at any point after start() has begun."""
-        for undo in (self._watchdog.disarm, self.world.uninstall, self._patches.undo, self.chance.stop, self.clock.stop):
+        for undo in (
+            self._watchdog.disarm,
+            self.world.uninstall,
+            self._patches.undo,
+            self.chance.stop,
+            self.clock.stop,
+        ):
             undo()
         if self._collects:
             gc.enable()
@@ -153,7 +160,7 @@ class Workshop:
         if self._collects and gc.get_count()[0] > _MOST_UNCOLLECTED:
             gc.collect()
         world = self.world
-        world.shifted, world.traced, world.beside = order.shifted, order.traced, order.beside
+        world.shifted, world.traced = order.shifted, order.traced
         self.clock.set(order.at)
         world.restore(order.start)
         self.chance.seed(order.seed)

@@ -29,6 +29,7 @@ class Zygote:
 
     def __init__(self, serve: Callable[[Any], Any]) -> None:
         self._ended = False
+        self._lost = ""
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         self._pid = _fork()
@@ -44,14 +45,20 @@ class Zygote:
         os.close(reply_write)
 
     def send(self, request: Any) -> None:
-        """A fresh process begins to work on `request`. Fetch the answer to each before you send the next."""
+        """A fresh process begins to work on `request`. Receive each answer before you send the next request.
+
+        Raises ForkError if one before did not answer.
+        """
+        if self._lost:
+            raise ForkError(self._lost)
         _write(self._request, pickle.dumps(request))
 
     def receive(self, timeout: float) -> Any:
         """The answer to the request that was sent. Raises ForkError, also for what serve() raised."""
         answer = _read(self._reply, _monotonic() + timeout)
         if answer is None:
-            raise ForkError(f"a forked delivery gave no answer within {timeout:.0f} s")
+            self._lost = f"a forked delivery gave no answer within {timeout:.0f} s"  # it may still come
+            raise ForkError(self._lost)
         good, value = pickle.loads(answer)
         if not good:
             raise ForkError(value)

@@ -219,6 +219,9 @@ class Calls:
         while self._patches:
             self._patches.pop().undo()
 
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        """What has arrived is in the memory of the process."""
+
     # -- Resource -------------------------------------------------------------------------------------------------
 
     @property

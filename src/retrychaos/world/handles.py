@@ -134,6 +134,17 @@ class Handles:
         return bool(streams)
 
 
+def is_open(path: str) -> bool:
+    """This process has a descriptor of that file, or it cannot be known."""
+    wanted = _stat(path)
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return True
+    looks = (_stat(f"{_DESCRIPTORS}/{name}") for name in names)
+    return wanted is None or any(look is not None and _file_of(look) == _file_of(wanted) for look in looks)
+
+
 def path_behind(fd: int) -> str | None:
     """The path of an open file or folder."""
     try:

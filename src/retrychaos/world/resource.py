@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from retrychaos.model.ledger import Version
@@ -24,7 +24,7 @@ class Resource(Protocol):
 
     @property
     def private(self) -> bool:
-        """It is in the memory of the process, so a fork has one of its own."""
+        """A fork has one of its own: it is in the memory of the process, or its source can part()."""
         ...
 
     def refresh(self) -> Version:
@@ -78,6 +78,14 @@ class Source(Protocol):
     """Finds resources of one kind when a job touches them: patches clients while installed."""
 
     def install(self) -> None: ...
+
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        """From now on, this process delivers at the same time as its parent, from the state that `blobs` restore.
+
+        Resources that are not in its memory have to be copies; `folder`, yet to be made, is for them. Raises
+        SharedError if that cannot be.
+        """
+        ...
 
     def end_delivery(self) -> None:
         """The process is gone: forget what belonged to it. Called before the resources' end_delivery."""
@@ -135,6 +143,10 @@ class Stage(Protocol):
 
     def fail(self, problem: Exception) -> None:
         """As refuse, from where an exception would be swallowed: the delivery ends at its next step."""
+        ...
+
+    def keep_off(self, what: str) -> None:
+        """Something is about to be touched that other processes have, too: not while one of them delivers as well."""
         ...
 
     def doubt(self, reason: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sqlite3
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import event
@@ -20,10 +21,11 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm import session as session_module
 from sqlalchemy.pool import Pool
 
-from retrychaos.model.errors import WorldError
+from retrychaos.model.errors import SharedError, WorldError
 from retrychaos.model.values import short
-from retrychaos.world.resource import Stage
-from retrychaos.world.sqlite import Handle, SqliteDatabase, identify
+from retrychaos.world.handles import is_open
+from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.sqlite import Handle, SqliteDatabase, copy_aside, identify
 from retrychaos.world.sqlite_clock import follow_clock
 
 _RECIPE = (
@@ -37,6 +39,8 @@ _PENDING = (
     "a session or connection had uncommitted changes when the check began, on the same connection that the job uses. "
     "No other process would see them. Remedy: commit in the fixture before the check."
 )
+_FILE = "sqlite:"
+"""Before the path in the name of a database."""
 
 
 class SqlSource:
@@ -52,6 +56,8 @@ class SqlSource:
         self._used: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._blocked: list[sqlite3.Connection] = []
         """Connections to databases that were refused: nothing may run on them any more."""
+        self._copies: dict[str, str] = {}
+        """Files of which this process uses a copy, see part()."""
         self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._sessions: set[int] = set()
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -64,6 +70,7 @@ class SqlSource:
             (Pool, "checkout", self._on_checkout),
             (Session, "after_begin", self._on_session),
             (DefaultDialect, "do_executemany", self._executemany),
+            (DefaultDialect, "do_connect", self._connect),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
 
@@ -77,6 +84,16 @@ class SqlSource:
     def uninstall(self) -> None:
         while self._installed:
             event.remove(*self._installed.pop())
+
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        for name, blob in blobs.items():
+            if not name.startswith(_FILE + os.sep):
+                continue  # in memory, or of another kind
+            path = name.removeprefix(_FILE)
+            if is_open(path):
+                raise SharedError(f"{path}: a connection from before the check would go to the original")
+            self._copies[path] = copy_aside(path, blob, folder)
+            self._stage.claim_path(self._copies[path])
 
     def end_delivery(self) -> None:
         """Sessions and connections are memory of the process: none survives into the next delivery."""
@@ -100,6 +117,13 @@ class SqlSource:
         self._opened.clear()
 
     # -- listeners --------------------------------------------------------------------------------------------------
+
+    def _connect(self, dialect: Any, record: Any, args: Any, options: Any) -> Any:
+        """The copy instead of the file; None for the usual connection."""
+        if not self._copies or not args or not isinstance(args[0], str) or options.get("uri"):
+            return None
+        copy = self._copies.get(os.path.realpath(args[0]))
+        return None if copy is None else dialect.connect(copy, *args[1:], **options)
 
     def _on_connect(self, connection: Any, record: Any) -> None:
         if self._stage.running:
@@ -225,8 +249,11 @@ class SqlSource:
                 self._ignored[id(raw)] = raw
                 return
             if path is not None:
+                if path not in self._copies.values():
+                    self._stage.keep_off(path)
                 self._stage.claim_path(path)
-            name = f"sqlite:{path}" if path is not None else f"sqlite:memory:{id(raw):x}"
+            original = next((file for file, copy in self._copies.items() if copy == path), path)
+            name = f"{_FILE}{original}" if path is not None else f"sqlite:memory:{id(raw):x}"
             known = self._stage.find(name)
             if known is None:
                 known = self._discover(raw, name, path, pool)
