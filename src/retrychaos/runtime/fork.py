@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import select
@@ -13,8 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_SERVED, _NOTHING_MORE = b"1", b"0"
-"""What a process tells its successor."""
+_SERVED, _NOTHING_MORE = b"s", b"n"
+"""What a process tells when it ends, if it has not died."""
+_DIED = pickle.dumps((False, "a forked delivery died"))
 _HEADER = struct.Struct("!Q")
 _monotonic = time.monotonic
 _getpid = os.getpid
@@ -38,7 +38,7 @@ class Zygote:
                 os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
                 os.close(self._request)
                 os.close(self._reply)
-                _relay(request_read, reply_write, serve)
+                _serve_all(request_read, reply_write, serve)
             finally:
                 os._exit(0)
         os.close(request_read)
@@ -65,7 +65,7 @@ class Zygote:
         return value
 
     def end(self) -> None:
-        """Nothing more will be asked: it and its successors die while we do other things. Never raises."""
+        """Nothing more will be asked: it and its successor die while we do other things. Never raises."""
         if self._ended:
             return
         self._ended = True
@@ -80,7 +80,7 @@ class Zygote:
                 pass
 
     def close(self) -> None:
-        """It is gone, and its successors are killed. Never raises."""
+        """It is gone, and its successor killed. Never raises."""
         self.end()
         # Only now: until then its number, which is that of its group, goes to nobody else.
         os.waitpid(self._pid, 0)
@@ -93,29 +93,45 @@ def _fork() -> int:
         return os.fork()
 
 
-def _relay(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
-    """Each process forks its successor, which stays fresh, then serves one request and ends.
+def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
+    """The first request is served here, all others in children of a successor, forked before and therefore fresh.
 
-    So the one that has served is gone by the time that nothing more is asked: taking down a process takes long, and
-    nobody waits for a successor that was never needed (it is no child of the one that asks).
+    Most checks ask once. Then this process has ended before the check does, and nobody waits for that (it takes long);
+    nor for the successor, which is no child of the one that asks.
     """
-    for number in itertools.count(1):
-        if number == 2:  # most checks ask once; from then on each is forked before it is asked
-            select.select([requests], [], [])
-        news, tell = os.pipe()
-        if _fork():
-            break
-        os.close(tell)
-        told = os.read(news, 1)
-        os.close(news)
-        if told == _NOTHING_MORE:
+    news, tell = os.pipe()
+    if _fork():
+        os.write(tell, _SERVED if _serve_one(requests, replies, serve) else _NOTHING_MORE)
+        return
+    os.close(tell)
+    told = os.read(news, 1)
+    os.close(news)
+    if told == _NOTHING_MORE:
+        return
+    if told != _SERVED:
+        _write(replies, _DIED)
+    select.select([requests], [], [])
+    while True:
+        child = _fork()  # before it is asked for, so that nobody waits for it
+        if child == 0:
+            code = b"\0"
+            try:
+                code = _SERVED if _serve_one(requests, replies, serve) else _NOTHING_MORE
+            finally:
+                os._exit(code[0])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == _NOTHING_MORE[0]:
             return
-        if told != _SERVED:
-            _write(replies, pickle.dumps((False, "a forked delivery died")))
+        if status != _SERVED[0]:
+            _write(replies, _DIED)
+
+
+def _serve_one(requests: int, replies: int, serve: Callable[[Any], Any]) -> bool:
+    """False if nothing more is asked."""
     data = _read(requests, None)
     if data is not None:
         _write(replies, _answer(serve, data))
-    os.write(tell, _SERVED if data is not None else _NOTHING_MORE)
+    return data is not None
 
 
 def _answer(serve: Callable[[Any], Any], data: bytes) -> bytes:

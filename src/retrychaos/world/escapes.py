@@ -18,7 +18,7 @@ from typing import Any
 from retrychaos.world import audit
 from retrychaos.world.audit import Effect
 from retrychaos.world.calls import Calls
-from retrychaos.world.handles import Handles
+from retrychaos.world.handles import Handles, output_above
 from retrychaos.world.provenance import Context, context_of
 from retrychaos.world.resource import Stage
 from retrychaos.world.sockets import Peer, Sends, addresses, peer_of, peer_of_socket
@@ -64,6 +64,7 @@ class Escapes:
             self.calls.leaving.append(self._after_declared)
         self._sends.install()
         self._handles.look()  # before the first fork, so that a child need not look for streams again
+        output_above()  # nor for processes, which are not above it if its parent has ended
         audit.listen(self)
 
     def uninstall(self) -> None:

@@ -87,7 +87,7 @@ class Handles:
 
     def harmless(self) -> set[File]:
         """Files that are excused, standard output and error, ours and those of the processes above us, and logs."""
-        return self._excused | _output_above() | set(_files_of((1, 2, *_log_streams())))
+        return self._excused | output_above() | set(_files_of((1, 2, *_log_streams())))
 
     def look(self) -> dict[int, Handle]:
         """All handles that are open for writing now, with nothing left in their buffers."""
@@ -202,7 +202,7 @@ def _log_streams() -> Iterator[Any]:
 
 
 @functools.cache
-def _output_above() -> frozenset[File]:
+def output_above() -> frozenset[File]:
     """Where the processes above us write, such as the controller of xdist and what started it: into a log, in CI."""
     found: set[File] = set()
     pid = os.getppid()
