@@ -23,7 +23,7 @@ from retrychaos import BaselineError, ChaosError, IdempotencyError, WorldError
 
 @pytest.fixture
 def chaos() -> Iterator[retrychaos.Chaos]:
-    with retrychaos.Chaos(budget=0.5) as made:
+    with retrychaos.Chaos(budget=0.5, duplicates=1) as made:
         yield made
 
 

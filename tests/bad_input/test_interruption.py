@@ -28,7 +28,7 @@ import retrychaos
 
 @pytest.fixture
 def chaos() -> Iterator[retrychaos.Chaos]:
-    with retrychaos.Chaos() as made:
+    with retrychaos.Chaos(duplicates=1) as made:
         yield made
 
 

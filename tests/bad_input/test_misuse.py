@@ -15,7 +15,7 @@ from retrychaos.model.plan import Leg, Plan, parse
 
 @pytest.fixture
 def chaos() -> Iterator[retrychaos.Chaos]:
-    with retrychaos.Chaos() as made:
+    with retrychaos.Chaos(duplicates=1) as made:
         yield made
 
 
@@ -60,8 +60,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("isolation", "thread", '"sample" or "process"'),
     ("isolation", ["process"], '"sample" or "process"'),
     ("scratch", "redis://localhost", "a list of server addresses"),
-    ("duplicates", 2, "1 (two deliveries at the same time"),
-    ("duplicates", True, "1 (two deliveries at the same time"),
+    ("duplicates", 0, "a number of deliveries from 1 to 4"),
+    ("duplicates", 5, "a number of deliveries from 1 to 4"),
+    ("duplicates", True, "a number of deliveries from 1 to 4"),
     ("faults", True, "False (errors and lost replies"),
     ("faults", 0, "False (errors and lost replies"),
     ("late", "no", "True or False"),
@@ -73,7 +74,7 @@ def test_a_wrong_value_says_what_is_right(name: str, value: Any, expected: str, 
     with pytest.raises(OptionError) as caught:
         chaos(**{name: value})
     assert f"option {name!r} does not take {value!r}: " in str(caught.value) and expected in str(caught.value)
-    assert chaos.options == Options()
+    assert chaos.options == Options(duplicates=1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import retrychaos
 @pytest.mark.parametrize("isolation", ["sample", "process"])
 @pytest.mark.parametrize(("job", "verdict"), [("pay", "proven"), ("pay_twice", "failed")])
 def test_the_world_is_that_of_one_plain_run(job: str, verdict: str, isolation: str, shop: Any, untouched: Any) -> None:
-    with retrychaos.Chaos(isolation=isolation) as chaos:
+    with retrychaos.Chaos(isolation=isolation, duplicates=1) as chaos:
         with untouched():
             report = chaos.explore(getattr(shop, job), 1)
     assert report.verdict == verdict
@@ -32,7 +32,7 @@ def test_the_world_is_that_of_one_plain_run(job: str, verdict: str, isolation: s
 
 @pytest.mark.parametrize(("job", "verdict"), [("pay", "proven"), ("pay_twice", "failed")])
 def test_check_and_run_leave_the_same_as_explore(job: str, verdict: str, shop: Any, untouched: Any) -> None:
-    with retrychaos.Chaos() as chaos:
+    with retrychaos.Chaos(duplicates=1) as chaos:
         with untouched():
             if verdict == "failed":
                 with pytest.raises(retrychaos.IdempotencyError) as caught:
@@ -58,7 +58,7 @@ def test_all_kinds_of_resources_at_once(shop: Any, untouched: Any) -> None:
         with memory.begin() as connection:
             connection.execute(text("INSERT OR IGNORE INTO notes VALUES (:id)"), {"id": order})
 
-    with retrychaos.Chaos() as chaos:
+    with retrychaos.Chaos(duplicates=1) as chaos:
         with untouched():
             assert chaos.check(job, 1).verdict == "proven"
     assert client.get("order:1") == b"seen" and 0 < client.ttl("order:1") <= 60
@@ -73,7 +73,7 @@ def test_an_open_pool_still_works_and_others_can_write(shop: Any, untouched: Any
     with shop.engine.connect() as kept:
         kept.execute(text("SELECT 1")).all()
         kept.rollback()
-        with retrychaos.Chaos() as chaos:
+        with retrychaos.Chaos(duplicates=1) as chaos:
             with untouched():
                 chaos.check(shop.pay, 1)
         assert kept.execute(text("SELECT status FROM orders WHERE id = 1")).scalar() == "paid"
@@ -99,7 +99,7 @@ def test_watched_functions_are_themselves_again(shop: Any, untouched: Any) -> No
         shop.pay(order)
 
     with untouched(functions=(send, Mail.send)):
-        with retrychaos.Chaos() as chaos:
+        with retrychaos.Chaos(duplicates=1) as chaos:
             watched = chaos.watch(Mail, "send", result=None)
             assert chaos.explore(job, 1).verdict == "failed"
             assert len(watched.calls) == 1
@@ -110,7 +110,7 @@ def test_watched_functions_are_themselves_again(shop: Any, untouched: Any) -> No
 
 def test_the_embedded_world_is_gone_at_the_end(untouched: Any) -> None:
     with untouched():
-        with retrychaos.Chaos() as chaos:
+        with retrychaos.Chaos(duplicates=1) as chaos:
             engine, client = chaos.sql, chaos.redis
             client.set("a", 1)
             with engine.begin() as connection:

@@ -604,7 +604,7 @@ WRONG = {
     "crashes": ("some", '"any" or a number of crashes from 0'),
     "budget": ("-1", "a number of seconds above 0"),
     "isolation": ("thread", '"sample" or "process"'),
-    "duplicates": ("2", "1 (two deliveries at the same time are not in this version yet)"),
+    "duplicates": ("0", "a number of deliveries from 1 to 4"),
     "faults": ("perhaps", "is true or false, not 'perhaps'"),
     "late": ("2", "is true or false, not '2'"),
 }

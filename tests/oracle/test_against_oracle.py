@@ -35,7 +35,9 @@ def explore_and_compare(question: Question, verdict: Verdict, shop: Shop) -> Non
     """Every statement of the tool about a job holds in the oracle's world, and the other way round."""
     job = partial(question.job, shop)
     crashes = verdict.crashes if verdict.endless else question.crashes  # the tool follows 25 failures from each state
-    chaos = Chaos(crashes=crashes or question.crashes, volatile=question.volatile, budget=600, scratch=shop.scratch)
+    chaos = Chaos(
+        duplicates=1, crashes=crashes or question.crashes, volatile=question.volatile, budget=600, scratch=shop.scratch
+    )
     chaos.watch(shop, "send", result=None)
     chaos.watch(shop, "charge", result=None, key="key")
 
