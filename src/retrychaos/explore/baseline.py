@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -24,6 +24,8 @@ class Baseline:
     """The clean run and the judge of all others; or, in `unstable`, why two clean runs cannot be compared."""
 
     run: Outcome
+    whole: Outcome
+    """With all that follows the job."""
     second: Outcome
     judge: Judge
     unstable: str = ""
@@ -60,19 +62,35 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
 
 
 def establish(
-    runner: Runner, canon: Canon, first: Outcome, found: Facts, options: Options, at: float, limit: float
+    runner: Runner,
+    canon: Canon,
+    first: Outcome,
+    found: Facts,
+    options: Options,
+    at: float,
+    limit: float,
+    follow: Callable[[Outcome, bool], Outcome] = lambda outcome, _: outcome,
 ) -> Baseline:
-    """Run the clean run again with other clock, chance and ids, and learn from the differences."""
+    """Run the clean run again with other clock, chance and ids, and learn from the differences.
+
+    follow: adds to a run what comes after it.
+    """
+    whole = follow(first, False)
     for shifted in (True, False):  # a job may know the ids that its rows get; then those are no names
-        order = Order(None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=shifted, limit=limit)
+        order = Order(
+            None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=shifted, limit=limit, ends=True
+        )
         second = runner.run(order, keep_none)
         if second.cause is not None:
             raise second.cause
         unstable = _differing_steps(first, second)
         if not unstable:
+            second = follow(second, shifted)
+            unstable = _differing_steps(whole, second)
+        if not unstable:
             break
-    unstable = unstable or _learn(canon, first, second, options)
-    judge = make_judge(canon, first, found, options)
+    unstable = unstable or _learn(canon, whole, second, options)
+    judge = make_judge(canon, whole, found, options)
     if unstable:
         deviation = judge.judge(second.facts)
         if deviation is not None and deviation.differences:
@@ -80,7 +98,7 @@ def establish(
             unstable += f" If a value is random or comes from outside, declare it: volatile=[{cells}]."
             lines = "; ".join(f"{line.effect}: {line.row}" for line in deviation.differences[:3])
             unstable += f" First difference: {lines}."
-    return Baseline(first, second, judge, unstable)
+    return Baseline(first, whole, second, judge, unstable)
 
 
 def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> Judge:

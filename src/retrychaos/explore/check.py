@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
+from retrychaos.explore.company import Around, Company, whole_run
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
+from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
@@ -19,7 +21,7 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import DEFAULT_OVERLAP, Options
 from retrychaos.model.plan import Plan, parse
-from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Finding, Ledger, Report, Run
+from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Delivery, Finding, Ledger, Report, Run
 from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
 
@@ -67,13 +69,16 @@ class Check:
         self._started = _perf_counter()
         self._forked: Forked | None = None
         self._start = workshop.clock.base
+        self._others = options.then
+        self._jobs = [Job(other.function, other.args) for other in self._others]
+        self._then = range(1, len(options.then) + 1)
         self.canon = Canon(workshop.clock, workshop.chance, workshop.world.found_facts)
 
     # -- the two questions ------------------------------------------------------------------------------------------
 
     def explore(self) -> Checked:
         """Is the job idempotent?"""
-        runner: Runner = Here(self._workshop, self._job)
+        runner: Runner = Here(self._workshop, self._job, self._jobs)
         first = first_run(runner, self._start, self._limit())
         self._clean_run_done()
         clean = first.saved
@@ -87,7 +92,7 @@ class Check:
     def run(self, token: str) -> tuple[Run, Saved | None]:
         """What comes of one plan?"""
         plan = parse(token, self._name)
-        runner: Runner = Here(self._workshop, self._job)
+        runner: Runner = Here(self._workshop, self._job, self._jobs)
         first = first_run(runner, self._start, self._limit())
         self._clean_run_done()
         if plan.turns:
@@ -95,22 +100,22 @@ class Check:
         runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
         found = self._found()
         again = first_run(runner, self._start, self._limit())
-        baseline = establish(runner, self.canon, again, found, self._options, self._start, self._limit())
+        _, company = self._establish(runner, again, found)
         done = perform(plan, runner, self._start, self._limit())
-        deviation = self._deviation(done, baseline.judge)
+        deviation, after = self._deviation(done, company)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
         differences = deviation.differences if deviation else ()
         kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
-        return Run(plan, done.timeline, differences, kind, effect), first.saved
+        return Run(plan, (*done.timeline, *after), differences, kind, effect), first.saved
 
     def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
-        baseline = establish(runner, self.canon, first, self._found(), self._options, self._start, self._limit())
+        _, company = self._establish(runner, first, self._found())
         done = perform_turns(plan, self._workshop, self._job, self._start, self._limit())
-        deviation = deviation_of(done, baseline.judge)
+        deviation, timeline = deviation_of(done, company)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
         if deviation is None:
-            return Run(plan, done.timeline, (), moments=done.moments)
-        return Run(plan, done.timeline, deviation.differences, deviation.kind, deviation.effect, done.moments)
+            return Run(plan, timeline, (), moments=done.moments)
+        return Run(plan, timeline, deviation.differences, deviation.kind, deviation.effect, done.moments)
 
     # -- exploring --------------------------------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ class Check:
         if first is None:
             first = first_run(runner, self._start, self._limit())
         found = self._found()
-        baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
+        baseline, company = self._establish(runner, first, found)
         if baseline.unstable:
             doubts = [*first.doubts, *baseline.second.doubts]
             if isinstance(runner, Here) and not doubts:
@@ -126,14 +131,15 @@ class Check:
             return self._inconclusive([*doubts, baseline.unstable][0], _ledger(baseline), len(first.steps))
         spent = False
         while True:
-            closure = self._closure(runner, baseline)
+            closure = self._closure(runner, baseline, company)
             try:
                 closure.explore()
             except OutOfBudget:
                 spent = True
             except Relearned:
-                judge = make_judge(self.canon, baseline.run, found, self._options)
+                judge = make_judge(self.canon, baseline.whole, found, self._options)
                 baseline = replace(baseline, judge=judge)
+                company = Company(company.around, judge, self._then)
                 continue
             break
         try:
@@ -143,19 +149,22 @@ class Check:
             spent = True
         if isinstance(runner, Here):
             self._fork().end()
-        report = self._report(runner, baseline, closure, spent, note)
+        report = self._report(runner, baseline, closure, company, spent, note)
         if report.verdict != PROVEN or self._options.duplicates == 1:
             return report
-        return self._with_duplicates(report, baseline, closure, note == _REMEMBERS)
+        return self._with_duplicates(report, baseline, closure, company, note == _REMEMBERS)
 
-    def _with_duplicates(self, report: Report, baseline: Baseline, closure: Closure, remembers: bool) -> Report:
+    def _with_duplicates(
+        self, report: Report, baseline: Baseline, closure: Closure, company: Company, remembers: bool
+    ) -> Report:
         """The job is right under crashes, one delivery at a time. Is it, where they overlap?"""
         if remembers:
             return self._doubtful(report, Overlapped(reason=_SHARED_MEMORY))
         most = self._options.crashes
         scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
-        judge, steps = baseline.judge, len(baseline.run.steps)
-        done = overlap(self._name, self._workshop, self._job, judge, self._start, scope, steps, self._overlap_limit())
+        steps, limit = len(baseline.run.steps), self._overlap_limit()
+        company.around.limit, company.around.spent = limit, OutOfTime
+        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit)
         report = replace(
             report,
             states=report.states + done.states,
@@ -209,11 +218,23 @@ class Check:
         budget = self._options.budget
         return Limit(DEFAULT_OVERLAP if budget is None else max(0.0, self._started + budget - _perf_counter()))
 
-    def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
+    def _establish(self, runner: Runner, first: Outcome, found: Facts) -> tuple[Baseline, Company]:
+        """The baseline, and who judges by it."""
+        around = Around(runner, self._others, self.canon.fingerprint, self._start, self._limit_or_stop, OutOfBudget)
+
+        def follow(outcome: Outcome, shifted: bool) -> Outcome:
+            return whole_run(around, outcome, self._then, shifted, self._limit())
+
+        limit = self._limit()
+        baseline = establish(runner, self.canon, first, found, self._options, self._start, limit, follow)
+        return baseline, Company(around, baseline.judge, self._then)
+
+    def _closure(self, runner: Runner, baseline: Baseline, company: Company) -> Closure:
         crashes = self._options.crashes
         most = None if crashes == "any" else int(crashes)
         scope = Scope(most, self._options.late)
-        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, self._limit_or_stop)
+        limit = self._limit_or_stop
+        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, limit, company)
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
@@ -241,8 +262,12 @@ class Check:
 
     # -- the verdict ------------------------------------------------------------------------------------------------
 
-    def _report(self, runner: Runner, baseline: Baseline, closure: Closure, spent: bool, note: str) -> Report:
-        findings, unconfirmed = self._findings(runner, baseline, closure)
+    def _report(
+        self, runner: Runner, baseline: Baseline, closure: Closure, company: Company, spent: bool, note: str
+    ) -> Report:
+        findings, unconfirmed = self._findings(runner, closure, company)
+        closure.doubts += [doubt for doubt in company.around.doubts if doubt not in closure.doubts]
+        closure.notes += [each for each in company.around.notes if each not in closure.notes]
         reason = ""
         if findings:
             verdict = FAILED
@@ -269,7 +294,7 @@ class Check:
             findings=tuple(findings),
             baseline=_ledger(baseline),
             states=len(closure.states) - closure.waiting,
-            runs=closure.runs,
+            runs=closure.runs + company.around.runs,
             boundaries=closure.boundaries,
             stop_reason=reason,
             budget_spent=spent and verdict == INCONCLUSIVE,
@@ -291,6 +316,7 @@ class Check:
         needed = ", ".join(sorted(baseline.judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
         ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
+        ignored += self._company_said()
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
@@ -302,7 +328,12 @@ class Check:
         fewest = min(suspect.plan.crashes for suspect in closure.suspects)
         return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tolerated}{ignored}"
 
-    def _findings(self, runner: Runner, baseline: Baseline, closure: Closure) -> tuple[list[Finding], list[str]]:
+    def _company_said(self) -> str:
+        """The other jobs, as the guarantee has them."""
+        said = (("followed by", self._options.then),)
+        return "".join(f"; {word}: {', '.join(each.name for each in others)}" for word, others in said if others)
+
+    def _findings(self, runner: Runner, closure: Closure, company: Company) -> tuple[list[Finding], list[str]]:
         """The smallest plan of each cause, replayed; and why some could not be confirmed."""
         groups: dict[tuple[str, str], list[Suspect]] = {}
         for suspect in closure.suspects:
@@ -316,7 +347,7 @@ class Check:
             except PlanError as problem:
                 unconfirmed.append(f"a fault was found that does not repeat: the job is not deterministic. {problem}")
                 continue
-            deviation = self._deviation(done, baseline.judge)
+            deviation, after = self._deviation(done, company)
             if deviation is None or deviation.kind != kind:
                 unconfirmed.append(
                     f"a fault was found that does not repeat ({kind} {effect}, plan {suspect.plan.token}), so the job "
@@ -330,7 +361,7 @@ class Check:
                     kind,
                     effect,
                     plan,
-                    done.timeline,
+                    (*done.timeline, *after),
                     deviation.differences,
                     tuple(also[:_ALSO_SHOWN]),
                     max(0, len(also) - _ALSO_SHOWN),
@@ -339,12 +370,15 @@ class Check:
             )
         return findings, unconfirmed
 
-    def _deviation(self, done: Performance, judge: Judge) -> Deviation | None:
-        found = judge.judge(done.facts, done.elapsed)
+    def _deviation(self, done: Performance, company: Company) -> tuple[Deviation | None, tuple[Delivery, ...]]:
+        """How the ledger differs, and the deliveries of other jobs after those of the plan."""
         if done.end == "done":
-            return found
+            found, ran = company.follow(done.facts, done.elapsed, done.saved, len(done.timeline) + 1)
+            return found, ran.timeline
+        found = company.compare(done.facts, done.elapsed)
         differences = found.differences if found else ()
-        return Deviation("stuck", done.error or "it waits for ever", differences, "no later delivery gets further")
+        reason = "no later delivery gets further"
+        return Deviation("stuck", done.error or "it waits for ever", differences, reason), ()
 
     def _unseen(self, first: Outcome) -> Report:
         """Nothing changed in the ledger, but the job has done something outside of it."""
@@ -383,7 +417,7 @@ class Check:
 
     def begin(self) -> None:
         """The process that others are forked from begins before the job has run for the first time."""
-        self._forked = Forked(self._workshop, self._job)
+        self._forked = Forked(self._workshop, self._job, self._jobs)
 
     def close(self) -> None:
         """No process is left."""
@@ -395,7 +429,7 @@ class Check:
 def _ledger(baseline: Baseline) -> Ledger:
     rows: dict[str, dict[str, int]] = {}
     judge = baseline.judge
-    for resource, version in baseline.run.facts.items():
+    for resource, version in baseline.whole.facts.items():
         found = judge.canon.neutral.get(resource)
         for name, relation in version.relations.items():
             before = found.relations.get(name) if found is not None else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrychaos.explore.judge import Judge
+from retrychaos.explore.company import Company
 from retrychaos.explore.transitions import (
     CLOCK,
     UNSTARTED,
@@ -86,7 +86,7 @@ class Interleaving:
         self,
         workshop: Workshop,
         job: Job,
-        judge: Judge,
+        company: Company,
         start: float,
         scope: Scope,
         limit: Callable[[], float],
@@ -105,7 +105,7 @@ class Interleaving:
         self.edges: dict[Node, list[tuple[Move, Node]]] = {}
         self._workshop = workshop
         self._job = job
-        self._judge = judge
+        self._company = company
         self._start = start
         self._scope = scope
         self._limit = limit
@@ -432,14 +432,15 @@ class Interleaving:
     # -- judging ----------------------------------------------------------------------------------------------------
 
     def _judge_at(self, node: Node) -> None:
-        deviation = self._judge.judge(self._facts(node), self.reached[node].clock / 1000)
+        elapsed = self.reached[node].clock / 1000
+        deviation = self._company.judge(self._facts(node), elapsed, lambda: self._saved_at(node))
         if deviation is not None:
             self.endings.append(Ending(node, deviation.kind, deviation.effect))
 
     def _beyond_repair(self, node: Node) -> bool:
         known = self._excess.get(node.versions)
         if known is None:
-            known = self._excess[node.versions] = self._judge.excess(self._facts(node))
+            known = self._excess[node.versions] = self._company.excess(self._facts(node))
         return known
 
     def _stuck(self) -> list[Node]:
@@ -486,9 +487,18 @@ class Interleaving:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, node: Node, move: Move) -> None:
+    def _saved_at(self, node: Node) -> Saved | None:
+        """The world in a state at which nobody is running; gone to for real, if only known from parts of runs."""
+        key = (node.versions, node.clock)
+        if key not in self._saved:
+            self._learn(node)
+        if key not in self._saved:
+            raise Surprise("a state at the end was not reached")
+        return self._saved[key][0]
+
+    def _learn(self, node: Node, *last: Move) -> None:
         """Run to a state whose next transition is not known, and on from there as long as that is new."""
-        moves: list[Move] = [move]
+        moves: list[Move] = list(last)
         start = node
         while not (start.quiet and (start.versions, start.time) in self._saved):
             reached = self.reached[start]

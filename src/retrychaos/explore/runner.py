@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,14 +22,14 @@ class Runner(Protocol):
 
 
 class Here:
-    """In this process."""
+    """In this process. `others` are the jobs around it, which an order tells by their number."""
 
-    def __init__(self, workshop: Workshop, job: Job) -> None:
+    def __init__(self, workshop: Workshop, job: Job, others: Sequence[Job] = ()) -> None:
         self._workshop = workshop
-        self._job = job
+        self._jobs = (job, *others)
 
     def run(self, order: Order, keep: Keep) -> Outcome:
-        return self._workshop.run(self._job, order, keep)
+        return self._workshop.run(self._jobs[order.job], order, keep)
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class _Reply:
 class Forked:
     """In a fresh process each, forked from one that has never run the job."""
 
-    def __init__(self, workshop: Workshop, job: Job) -> None:
+    def __init__(self, workshop: Workshop, job: Job, others: Sequence[Job] = ()) -> None:
         self._workshop = workshop
-        self._zygote = Zygote(lambda order: self._serve(job, order))
+        jobs = (job, *others)
+        self._zygote = Zygote(lambda order: self._serve(jobs[order.job], order))
 
     def _serve(self, job: Job, order: Order) -> _Reply:
         workshop = self._workshop

@@ -11,11 +11,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from retrychaos.explore.company import Company
 from retrychaos.explore.interleaving import MAX_DELIVERIES, OutOfTime, Scope
-from retrychaos.explore.judge import Judge
+from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Plan, Turn
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Actor, Play
+from retrychaos.world.world import Saved
 
 _STEPS_EACH = 40
 """Times the steps of a clean run, after which a schedule is given up."""
@@ -33,7 +35,7 @@ def sample(
     name: str,
     workshop: Workshop,
     job: Job,
-    judge: Judge,
+    company: Company,
     start: float,
     scope: Scope,
     steps: int,
@@ -53,10 +55,18 @@ def sample(
             tried += 1
             schedule = _Schedule(play, scope.duplicates, places, deaths)
             ended = schedule.run(_STEPS_EACH * (steps + 5))
-            wrong = ended and judge.judge(play.facts(), play.clock / 1000) is not None
-        if wrong:
+            facts, elapsed = play.facts(), play.clock / 1000
+            saved = workshop.world.save() if ended and company.waits else None
+        if ended and _is_wrong(company, facts, elapsed, saved):
             return Sampled(tried, Plan(name, turns=tuple(schedule.turns)))
     return Sampled(tried)
+
+
+def _is_wrong(company: Company, facts: Facts, elapsed: float, saved: Saved | None) -> bool:
+    try:
+        return company.judge(facts, elapsed, lambda: saved) is not None
+    except OutOfTime:
+        return False  # what follows did not end in time
 
 
 def _sizes(scope: Scope) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from retrychaos.model.report import Delivery, Moment
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Actor, Moved, Play
+from retrychaos.world.world import Saved
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Performed:
     error: str
     elapsed: float
     mark: str
+    saved: Saved | None = None
 
 
 def smallest(search: Interleaving, targets: frozenset[Node]) -> list[tuple[Node, Move]]:
@@ -87,13 +89,14 @@ def perform_turns(plan: Plan, workshop: Workshop, job: Job, start: float, limit:
         facts = play.facts()
         mark = steps_mark([moment.step for moment in stage.moments if moment.step is not None])
         elapsed = workshop.clock.now() - start
+        saved = workshop.world.save()
     if plan.mark and mark != plan.mark:
         raise PlanError(
             "the token no longer fits: the deliveries do other steps now. The job or its data has changed; run the "
             "check again."
         )
     alive = bool(stage.actors)
-    return Performed(stage.timeline(), tuple(stage.moments), facts, alive, stage.error, elapsed, mark)
+    return Performed(stage.timeline(), tuple(stage.moments), facts, alive, stage.error, elapsed, mark, saved)
 
 
 class _Stage:

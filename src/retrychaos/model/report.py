@@ -24,6 +24,8 @@ class Delivery:
     steps: tuple[Step, ...]
     end: str
     error: str = ""
+    job: str = ""
+    """Of another job than the one that is checked: its name."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield ""
     if len(finding.timeline) > 1 and finding.moments:
         yield from _side_by_side(finding)
+        for delivery in finding.timeline:
+            if delivery.job:
+                yield from _delivery(delivery)
     else:
         for delivery in finding.timeline:
             yield from _delivery(delivery)
@@ -99,7 +102,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 def _delivery(delivery: Delivery) -> Iterator[str]:
     after = f", {_duration(delivery.after)} later" if delivery.after else ""
-    yield f"  delivery {delivery.number}{after}"
+    yield f"  {f'then {delivery.job}' if delivery.job else f'delivery {delivery.number}'}{after}"
     steps = delivery.steps
     hidden = len(steps) - 2 * _KEPT - 1
     site: Site | None = None
