@@ -27,7 +27,7 @@ _OPTIONS = {
     "faults": "false: errors and lost replies are not in this version yet",
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }
-_IN_CODE_ONLY = ("then",)
+_IN_CODE_ONLY = ("rivals", "then")
 """Options that hold functions. They are known here only to say so, if somebody writes them in an ini file or a flag."""
 _PROPERTY = "retrychaos"
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from retrychaos import BaselineError, Chaos, OptionError
+from retrychaos import BaselineError, Chaos, OptionError, PlanError
+from retrychaos.explore import duplicates
 from retrychaos.model.options import from_text
 from retrychaos.report.text import full_text
 
@@ -156,6 +157,151 @@ def test_memory_of_a_follow_up_is_gone_with_its_process(chaos: Chaos, db: Engine
     assert report.verdict == "proven", full_text(report)
 
 
+# -- rivals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logo(chaos: Chaos, db: Engine) -> Engine:
+    run(db, "CREATE TABLE companies (id INTEGER PRIMARY KEY, logo TEXT)")
+    run(db, "INSERT INTO companies VALUES (1, NULL)")
+    return db
+
+
+def upload(db: Engine, what: str = "by hand") -> None:
+    run(db, "UPDATE companies SET logo = :what", what=what)
+
+
+def attach_if_missing_when_asked(db: Engine) -> None:
+    """The guard stands where the work is asked for, and the work does not look again."""
+    if run(db, "SELECT 1 FROM companies WHERE logo IS NULL"):
+        run(db, "UPDATE companies SET logo = 'from the web'")
+
+
+def attach_if_missing(db: Engine) -> None:
+    run(db, "UPDATE companies SET logo = 'from the web' WHERE logo IS NULL")
+
+
+def reset(db: Engine) -> None:
+    run(db, "UPDATE companies SET logo = NULL")
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_an_admin_in_between(chaos: Chaos, logo: Engine, most: int) -> None:
+    """S22."""
+    checks = chaos(duplicates=most, budget=PLENTY, rivals=[(upload, (logo,))])
+    report = checks.explore(attach_if_missing_when_asked, logo)
+    assert [(found.kind, found.effect) for found in report.findings] == [("changed", "companies")], full_text(report)
+    finding = report.findings[0]
+    assert finding.plan.crashes == 0
+    assert "├─ upload runs, whole" in full_text(report)
+    reset(logo)
+    again = checks.run(attach_if_missing_when_asked, logo, plan=finding.token)
+    assert (again.kind, again.effect) == ("changed", "companies")
+
+    reset(logo)
+    report = checks.explore(attach_if_missing, logo)
+    assert report.verdict == "proven", full_text(report)
+    assert "with rivals: upload" in report.guarantee
+
+
+def test_a_token_wants_the_rivals_that_it_was_made_with(chaos: Chaos, logo: Engine) -> None:
+    checks = chaos(duplicates=1, budget=PLENTY)
+    report = checks(rivals=[(upload, (logo,))]).explore(attach_if_missing_when_asked, logo)
+    reset(logo)
+    with pytest.raises(PlanError, match="other code number 1 run, and rivals and siblings hold 0"):
+        checks.run(attach_if_missing_when_asked, logo, plan=report.findings[0].token)
+
+
+def test_a_rival_that_would_have_to_wait_does_not_run_there(chaos: Chaos, logo: Engine) -> None:
+    """Under a lock nobody comes in between, so whoever looks and writes in one transaction is right."""
+
+    def attach_under_a_lock(db: Engine) -> None:
+        with db.connect() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            if connection.execute(text("SELECT 1 FROM companies WHERE logo IS NULL")).fetchall():
+                connection.execute(text("UPDATE companies SET logo = 'from the web'"))
+            connection.commit()
+
+    report = crashing(chaos, rivals=[(upload, (logo,))]).explore(attach_under_a_lock, logo)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_several_rivals_in_any_order(chaos: Chaos, logo: Engine) -> None:
+    rivals = [(upload, (logo, name)) for name in ("ann", "bob")]
+    report = crashing(chaos, rivals=rivals).explore(attach_if_missing, logo)
+    assert report.verdict == "proven", full_text(report)
+    assert "with rivals: upload, upload" in report.guarantee
+    reset(logo)
+    report = crashing(chaos, rivals=rivals).explore(attach_if_missing_when_asked, logo)
+    assert report.verdict == "failed"
+    runs = [turn.ident for turn in report.findings[0].plan.turns if turn.kind == "rival"]
+    assert len(runs) == 1  # one is enough to show it
+
+
+def test_a_rival_comes_between_a_crash_and_the_next_delivery(chaos: Chaos, db: Engine) -> None:
+    """The job takes a place and gives it back at the end; a reaper gives back the place of whoever seems dead."""
+    client = chaos.redis
+
+    def work(token: str) -> None:
+        if client.get("place") != token.encode():
+            client.set("place", token)
+        client.set("work", "done")
+        client.delete("place")
+        client.incr("free") if client.get("given") is None else None
+        client.set("given", 1)
+
+    def reap() -> None:
+        if client.delete("place"):
+            client.incr("free")
+
+    report = crashing(chaos, crashes=0, rivals=[reap]).explore(work, "t")
+    assert report.verdict == "failed"
+    assert ("changed", "redis free") in [(found.kind, found.effect) for found in report.findings], full_text(report)
+
+
+def test_a_rival_that_never_can_run_is_refused(chaos: Chaos, logo: Engine) -> None:
+    def broken() -> None:
+        raise LookupError("no such thing")
+
+    with pytest.raises(BaselineError, match=r"whole clean runs of the job, broken do not all finish.*no such thing"):
+        crashing(chaos, rivals=[broken]).explore(attach_if_missing, logo)
+
+
+def test_a_rival_is_no_help_to_a_job_that_waits(chaos: Chaos, db: Engine) -> None:
+    """It may come, and need not: a job that gets on only with it is stuck."""
+    client = chaos.redis
+
+    def locked() -> None:
+        if not client.set("lock", 1, nx=True):
+            raise Busy
+        client.set("work", "done")
+        client.delete("lock")
+
+    report = crashing(chaos, rivals=[functools.partial(client.delete, "lock")]).explore(locked)
+    assert ("stuck", "Busy") in [(found.kind, found.effect) for found in report.findings], full_text(report)
+
+
+def test_rivals_and_follow_ups(chaos: Chaos, logo: Engine) -> None:
+    def copy(db: Engine) -> None:
+        run(db, "INSERT INTO items (k) SELECT logo FROM companies")
+
+    checks = crashing(chaos, rivals=[(upload, (logo,))], then=[(copy, (logo,))])
+    report = checks.explore(attach_if_missing, logo)
+    assert report.verdict == "proven", full_text(report)
+    assert "with rivals: upload; followed by: copy" in report.guarantee
+    reset(logo)
+    report = checks.explore(attach_if_missing_when_asked, logo)
+    assert {difference.effect for difference in report.findings[0].differences} == {"companies", "items"}
+
+
+def test_random_schedules_have_rivals_too(chaos: Chaos, logo: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left when the search does not close."""
+    monkeypatch.setattr(duplicates, "_FOR_SEARCH", 0.0)
+    checks = chaos(duplicates=1, crashes=0, budget=PLENTY, rivals=[(upload, (logo,))])
+    report = checks.explore(attach_if_missing_when_asked, logo)
+    assert [(found.kind, found.effect) for found in report.findings] == [("changed", "companies")], full_text(report)
+
+
 # -- what options take ----------------------------------------------------------------------------------------------
 
 
@@ -176,7 +322,7 @@ MISTAKES = {
     "three": ([(nothing, (1,), {})], "does not take the element"),
     "async": ([later], "is async"),
 }
-HOLD_FUNCTIONS = ["then"]
+HOLD_FUNCTIONS = ["then", "rivals"]
 
 
 @pytest.mark.parametrize("name", HOLD_FUNCTIONS)

@@ -89,7 +89,7 @@ def establish(
             unstable = _differing_steps(whole, second)
         if not unstable:
             break
-    unstable = unstable or _learn(canon, whole, second, options)
+    unstable = unstable or learn(canon, whole, second, options)
     judge = make_judge(canon, whole, found, options)
     if unstable:
         deviation = judge.judge(second.facts)
@@ -134,7 +134,8 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
     return learned
 
 
-def _learn(canon: Canon, first: Outcome, second: Outcome, options: Options) -> str:
+def learn(canon: Canon, first: Outcome, second: Outcome, options: Options) -> str:
+    """Learn from the differences of two clean runs. Gives the reason if they cannot be compared."""
     canon.fingerprint(first.facts)  # row ids that were drawn are known before rows are compared
     canon.fingerprint(second.facts)
     relearn(canon, first, second)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
-from retrychaos.explore.company import Around, Company, whole_run
+from retrychaos.explore.company import Around, Cast, Company, Orders, whole_run
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
 from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
@@ -68,10 +68,10 @@ class Check:
         self._clean_run_done = clean_run_done
         self._started = _perf_counter()
         self._forked: Forked | None = None
+        self._orders: Orders | None = None
         self._start = workshop.clock.base
-        self._others = options.then
-        self._jobs = [Job(other.function, other.args) for other in self._others]
-        self._then = range(1, len(options.then) + 1)
+        self._cast = Cast.of(options)
+        self._jobs = [Job(other.function, other.args) for other in self._cast.others]
         self.canon = Canon(workshop.clock, workshop.chance, workshop.world.found_facts)
 
     # -- the two questions ------------------------------------------------------------------------------------------
@@ -110,7 +110,8 @@ class Check:
 
     def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
         _, company = self._establish(runner, first, self._found())
-        done = perform_turns(plan, self._workshop, self._job, self._start, self._limit())
+        others = self._cast.others
+        done = perform_turns(plan, self._workshop, self._job, self._start, self._limit(), others)
         deviation, timeline = deviation_of(done, company)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
         if deviation is None:
@@ -139,7 +140,7 @@ class Check:
             except Relearned:
                 judge = make_judge(self.canon, baseline.whole, found, self._options)
                 baseline = replace(baseline, judge=judge)
-                company = Company(company.around, judge, self._then)
+                company = Company(company.around, judge, self._cast, self._judges(found))
                 continue
             break
         try:
@@ -150,7 +151,7 @@ class Check:
         if isinstance(runner, Here):
             self._fork().end()
         report = self._report(runner, baseline, closure, company, spent, note)
-        if report.verdict != PROVEN or self._options.duplicates == 1:
+        if report.verdict != PROVEN or (self._options.duplicates == 1 and not self._cast.visits):
             return report
         return self._with_duplicates(report, baseline, closure, company, note == _REMEMBERS)
 
@@ -186,12 +187,15 @@ class Check:
         tail = report.guarantee[report.guarantee.index("closed)") + len("closed)") :]
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded or done.bounded else ""
         late = "at once and after each expiry" if self._options.late else "at once"
+        how = f"one delivery at a time, redelivered {late}"
+        if self._options.duplicates > 1:
+            up_to = f"up to {self._options.duplicates} deliveries that overlap in every order of their steps"
+            how = f"redelivered {late}, and {up_to}"
         return replace(
             report,
             guarantee=(
-                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, redelivered {late}, and up to "
-                f"{self._options.duplicates} deliveries that overlap in every order of their steps: the ledger is that "
-                f"of a clean run ({_states(report.states)}, closed){tail}"
+                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, {how}: the ledger is that of a "
+                f"clean run ({_states(report.states)}, closed){tail}"
             ),
         )
 
@@ -220,14 +224,27 @@ class Check:
 
     def _establish(self, runner: Runner, first: Outcome, found: Facts) -> tuple[Baseline, Company]:
         """The baseline, and who judges by it."""
-        around = Around(runner, self._others, self.canon.fingerprint, self._start, self._limit_or_stop, OutOfBudget)
+        around = Around(
+            runner, self._cast.others, self.canon.fingerprint, self._start, self._limit_or_stop, OutOfBudget
+        )
 
         def follow(outcome: Outcome, shifted: bool) -> Outcome:
-            return whole_run(around, outcome, self._then, shifted, self._limit())
+            return whole_run(around, outcome, self._cast, shifted, self._limit())
 
         limit = self._limit()
         baseline = establish(runner, self.canon, first, found, self._options, self._start, limit, follow)
-        return baseline, Company(around, baseline.judge, self._then)
+        if self._cast.visits and not baseline.unstable:
+            self._orders = Orders(around, self._cast, self._limit)
+            unstable = self._orders.learn(self.canon, self._options)
+            judge = make_judge(self.canon, baseline.whole, found, self._options)
+            baseline = replace(baseline, judge=judge, unstable=unstable)
+        return baseline, Company(around, baseline.judge, self._cast, self._judges(found))
+
+    def _judges(self, found: Facts) -> dict[frozenset[int], list[Judge]]:
+        """The judges of serial orders, if anybody else is there."""
+        if self._orders is None:
+            return {}
+        return self._orders.judges(lambda outcome: make_judge(self.canon, outcome, found, self._options))
 
     def _closure(self, runner: Runner, baseline: Baseline, company: Company) -> Closure:
         crashes = self._options.crashes
@@ -330,7 +347,7 @@ class Check:
 
     def _company_said(self) -> str:
         """The other jobs, as the guarantee has them."""
-        said = (("followed by", self._options.then),)
+        said = (("with rivals", self._options.rivals), ("followed by", self._options.then))
         return "".join(f"; {word}: {', '.join(each.name for each in others)}" for word, others in said if others)
 
     def _findings(self, runner: Runner, closure: Closure, company: Company) -> tuple[list[Finding], list[str]]:

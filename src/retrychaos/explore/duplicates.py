@@ -88,7 +88,7 @@ def overlap(
     done = replace(done, runs=done.runs + tried.tried, sampled=tried.tried)
     if tried.plan is None:
         return done
-    performed = perform_turns(tried.plan, workshop, job, start, 5.0)
+    performed = perform_turns(tried.plan, workshop, job, start, 5.0, company.cast.others)
     deviation, timeline = deviation_of(performed, company)
     if deviation is None:
         return replace(
@@ -135,6 +135,7 @@ def _explore(
         notes=tuple(search.notes),
         switches=search.switches,
     )
+    search.doubts += [doubt for doubt in company.around.doubts if doubt not in search.doubts]
     findings, unconfirmed = (
         _findings(name, search, workshop, job, company, start, limit) if search.endings else ([], "")
     )
@@ -163,7 +164,7 @@ def _findings(
     for (kind, effect), endings in list(groups.items())[:_MOST_FINDINGS]:
         plan = plan_of(name, search, smallest(search, frozenset(ending.node for ending in endings)))
         try:
-            done = perform_turns(plan, workshop, job, start, 5.0)
+            done = perform_turns(plan, workshop, job, start, 5.0, company.cast.others)
         except (PlanError, Hung, SharingError) as problem:
             unconfirmed = f"a fault was found that does not repeat: {problem}"
             continue
@@ -196,9 +197,9 @@ def _finding(
 def deviation_of(done: Performed, company: Company) -> tuple[Deviation | None, tuple[Delivery, ...]]:
     """How the ledger that a plan leaves differs from the baseline; and the timeline, with all that follows."""
     if not done.open:
-        found, ran = company.follow(done.facts, done.elapsed, done.saved, len(done.timeline) + 1)
+        found, ran = company.follow(done.facts, done.elapsed, done.saved, len(done.timeline) + 1, done.ran)
         return found, (*done.timeline, *ran.timeline)
-    found = company.compare(done.facts, done.elapsed)
+    found = company.compare(done.facts, done.elapsed, done.ran)
     differences = found.differences if found else ()
     reason = "no delivery gets any further"
     return Deviation("stuck", done.error or "it waits for ever", differences, reason), done.timeline

@@ -52,6 +52,7 @@ class Options:
     ``"postgresql://localhost/test_db"``).
     late: deliver also after each expiry that a state holds (times to live in Redis).
     faults: not in this version; only the value that turns it off.
+    rivals: other code that may run once, whole, at any boundary; at most 3.
     then: other jobs that run when the message has settled, once each and in order, retried like any job.
     """
 
@@ -64,6 +65,7 @@ class Options:
     volatile: tuple[str, ...] = ()
     isolation: str = "sample"
     scratch: tuple[str, ...] = ()
+    rivals: tuple[Other, ...] = ()
     then: tuple[Other, ...] = ()
 
     @property
@@ -77,9 +79,11 @@ class Options:
 
 
 NAMES = tuple(field.name for field in fields(Options))
-PLANNED = ("children", "delivery", "profile", "rivals", "siblings", "order", "cron", "shards")
+PLANNED = ("children", "delivery", "profile", "siblings", "order", "cron", "shards")
 """Options of later versions."""
-IN_CODE_ONLY = ("then",)
+MOST_OTHERS = 3
+"""Rivals at most: all their orders are run."""
+IN_CODE_ONLY = ("rivals", "then")
 """Options that cannot be written in ini files and on the command line: they hold functions."""
 
 
@@ -176,6 +180,10 @@ def _others(name: str, value: Any) -> tuple[Other, ...]:
         raise OptionError(f"option {name!r} does not take {value!r}: it takes a list, such as {_SHAPE.format(name)}.")
     if len(value) == 2 and isinstance(value, tuple) and callable(value[0]) and isinstance(value[1], tuple | list):
         raise OptionError(f"option {name!r} takes a list of pairs, and this is one pair: write {name}=[{value!r}].")
+    if name != "then" and len(value) > MOST_OTHERS:
+        raise OptionError(
+            f"option {name!r} takes {MOST_OTHERS} at most, since all their orders are run; these are {len(value)}."
+        )
     return tuple(_other(name, each) for each in value)
 
 

@@ -76,7 +76,7 @@ def _said(report: Report) -> str:
 def _finding(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.upper()} {finding.effect}: {finding.reason or _CAUSES[finding.kind]}"
     yield ""
-    if len(finding.timeline) > 1 and finding.moments:
+    if finding.moments and (len(finding.timeline) > 1 or any(moment.event == "rival" for moment in finding.moments)):
         yield from _side_by_side(finding)
         for delivery in finding.timeline:
             if delivery.job:
@@ -121,7 +121,7 @@ def _delivery(delivery: Delivery) -> Iterator[str]:
 def _side_by_side(finding: Finding) -> Iterator[str]:
     """Deliveries that overlap, a column each, from top to bottom in the order of time."""
     columns = _columns(finding)
-    count = max(columns.values()) + 1
+    count = max(columns.values(), default=0) + 1
     width = max(24, (_WIDTH - 6) // count - 2)
     heads = [
         f"delivery {', then '.join(str(n) for n, at in columns.items() if at == column)}" for column in range(count)
@@ -129,6 +129,10 @@ def _side_by_side(finding: Finding) -> Iterator[str]:
     yield "    " + "  ".join(f"{head:<{width}}" for head in heads).rstrip()
     site: dict[int, Site | None] = {}
     for moment in finding.moments:
+        if moment.event == "rival":
+            said = f"{moment.step.kind}: {moment.step.detail}" if moment.step is not None else ""
+            yield f"    {'│     ' if said else '├─ '}{_cut(said or f'{moment.detail} runs, whole', _WIDTH)}"
+            continue
         if not moment.delivery:
             yield f"    ... {_duration(float(moment.detail))} later ..."
             continue
