@@ -25,9 +25,10 @@ _OPTIONS = {
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
     "duplicates": "deliveries of the message that are alive at the same time, at most; 1 turns that off",
     "faults": "false: errors and lost replies are not in this version yet",
+    "order": "true: it is a fault if the order of siblings makes a difference (default: false)",
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }
-_IN_CODE_ONLY = ("rivals", "then")
+_IN_CODE_ONLY = ("rivals", "siblings", "then")
 """Options that hold functions. They are known here only to say so, if somebody writes them in an ini file or a flag."""
 _PROPERTY = "retrychaos"
 

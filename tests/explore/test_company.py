@@ -263,7 +263,9 @@ def test_a_rival_that_never_can_run_is_refused(chaos: Chaos, logo: Engine) -> No
     def broken() -> None:
         raise LookupError("no such thing")
 
-    with pytest.raises(BaselineError, match=r"whole clean runs of the job, broken do not all finish.*no such thing"):
+    with pytest.raises(
+        BaselineError, match=r"whole clean runs of attach_if_missing, broken do not all finish.*no such thing"
+    ):
         crashing(chaos, rivals=[broken]).explore(attach_if_missing, logo)
 
 
@@ -302,6 +304,176 @@ def test_random_schedules_have_rivals_too(chaos: Chaos, logo: Engine, monkeypatc
     assert [(found.kind, found.effect) for found in report.findings] == [("changed", "companies")], full_text(report)
 
 
+# -- siblings -------------------------------------------------------------------------------------------------------
+
+
+class Post:
+    def send(self, to: str, key: str) -> None:
+        """Watched."""
+
+
+post = Post()
+
+
+@pytest.fixture
+def orders(chaos: Chaos, db: Engine) -> Engine:
+    chaos.watch(post, "send", result=None, key="key")
+    run(db, "CREATE TABLE orders (id INTEGER PRIMARY KEY, shipped INTEGER, notified INTEGER)")
+    run(db, "INSERT INTO orders VALUES (1, 0, 0)")
+    return db
+
+
+def unship(db: Engine) -> None:
+    run(db, "UPDATE orders SET shipped = 0, notified = 0")
+
+
+def ship(db: Engine) -> None:
+    run(db, "UPDATE orders SET shipped = 1")
+
+
+class NotYet(Exception):
+    """What comes before has not come yet."""
+
+
+def notify(db: Engine, *, later: bool = False, key: bool = True) -> None:
+    """Returns unless shipped (or comes again later), returns if notified, sends, marks."""
+    ((shipped, notified),) = run(db, "SELECT shipped, notified FROM orders")
+    if notified:
+        return
+    if not shipped:
+        if later:
+            raise NotYet
+        return
+    post.send("ann", key="shipped 1" if key else None)
+    run(db, "UPDATE orders SET notified = 1")
+
+
+def test_a_notice_that_is_faster_than_the_parcel(chaos: Chaos, orders: Engine) -> None:
+    """S16, second part."""
+    checks = crashing(chaos, siblings=[(ship, (orders,))], order=True)
+    report = checks.explore(notify, orders)
+    found = {(found.kind, found.effect): found for found in report.findings}
+    assert set(found) == {("reordered", "Post.send")}, full_text(report)
+    finding = report.findings[0]
+    assert finding.plan.crashes == 0
+    assert finding.reason == "notify, then ship leaves another ledger than ship, then notify"
+    assert [delivery.job for delivery in finding.timeline] == ["", "ship"]
+    assert "REORDERED Post.send: notify, then ship leaves" in full_text(report)
+    unship(orders)
+    again = checks.run(notify, orders, plan=finding.token)
+    assert (again.kind, again.effect, len(again.timeline)) == ("reordered", "Post.send", 2)
+    unship(orders)
+    with pytest.raises(PlanError, match="an order of 2 messages, and there are 3 now"):
+        checks(siblings=[(ship, (orders,))] * 2).run(notify, orders, plan=finding.token)
+    unship(orders)
+    ship(orders)  # now it has an effect by itself
+    with pytest.raises(PlanError, match="no siblings are given now"):
+        crashing(chaos).run(notify, orders, plan=finding.token)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_notice_that_comes_again_once_shipped(chaos: Chaos, orders: Engine, most: int) -> None:
+    """It fails by itself, and waits for the other message."""
+    checks = chaos(duplicates=most, budget=PLENTY, siblings=[(ship, (orders,))], order=True)
+    report = checks.explore(functools.partial(notify, later=True), orders)
+    assert report.verdict == "proven", full_text(report)
+    assert "with siblings in every order: ship" in report.guarantee
+
+
+def test_the_order_matters_only_if_asked_for(chaos: Chaos, orders: Engine) -> None:
+    checks = crashing(chaos, siblings=[(ship, (orders,))])
+    report = checks.explore(notify, orders)
+    assert report.verdict == "proven", full_text(report)  # it does nothing alone, and something after its sibling
+    assert "with siblings: ship" in report.guarantee
+
+
+def test_a_fault_that_shows_only_after_a_sibling(chaos: Chaos, orders: Engine) -> None:
+    checks = crashing(chaos, siblings=[(ship, (orders,))])
+    for job in (functools.partial(notify, key=False), functools.partial(notify, key=False, later=True)):
+        unship(orders)
+        report = checks.explore(job, orders)
+        assert [(found.kind, found.effect) for found in report.findings] == [("duplicated", "Post.send")], full_text(
+            report
+        )
+        finding = report.findings[0]
+        assert finding.plan.crashes == 1
+        unship(orders)
+        again = checks.run(job, orders, plan=finding.token)
+        assert (again.kind, again.effect) == ("duplicated", "Post.send")
+
+
+def take(db: Engine, result: str, images: int, by_counting: bool) -> None:
+    """Takes a result in, and notes how many images are left: read, subtracted and written, or subtracted in place."""
+    if by_counting:
+        with db.begin() as connection:
+            done = connection.execute(text("INSERT OR IGNORE INTO marks VALUES (:k, 0)"), {"k": result})
+            if done.rowcount:
+                connection.execute(text("UPDATE marks SET n = n - :n WHERE k = 'left'"), {"n": images})
+        return
+    if run(db, "SELECT 1 FROM marks WHERE k = :k", k=result):
+        return
+    ((left,),) = run(db, "SELECT n FROM marks WHERE k = 'left'")
+    with db.begin() as connection:
+        connection.execute(text("INSERT OR IGNORE INTO marks VALUES (:k, 0)"), {"k": result})
+        connection.execute(text("UPDATE marks SET n = :n WHERE k = 'left'"), {"n": left - images})
+
+
+def test_two_messages_about_one_thing(chaos: Chaos, db: Engine) -> None:
+    def begin() -> None:
+        run(db, "DELETE FROM marks")
+        run(db, "INSERT INTO marks VALUES ('left', 5)")
+
+    begin()
+    assert crashing(chaos).explore(take, db, "r1", 3, False).verdict == "proven"
+    begin()
+    report = crashing(chaos, siblings=[(take, (db, "r2", 2, False))]).explore(take, db, "r1", 3, False)
+    assert report.verdict == "failed" and report.findings[0].effect == "marks", full_text(report)
+    begin()
+    report = crashing(chaos, siblings=[(take, (db, "r2", 2, True))], order=True).explore(take, db, "r1", 3, True)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_siblings_that_wait_for_each_other(chaos: Chaos, orders: Engine) -> None:
+    def never(db: Engine) -> None:
+        if not run(db, "SELECT 1 FROM orders WHERE notified"):
+            raise NotYet("not notified")
+
+    def not_before(db: Engine) -> None:
+        raise NotYet("never")
+
+    with pytest.raises(BaselineError, match=r"whole clean runs of never, .*not_before do not all finish"):
+        crashing(chaos, siblings=[(never, (orders,))]).explore(not_before, orders)
+
+
+def test_four_messages(chaos: Chaos, db: Engine) -> None:
+    def put(db: Engine, what: str) -> None:
+        run(db, "INSERT OR IGNORE INTO marks VALUES (:k, 1)", k=what)
+
+    siblings = [(put, (db, what)) for what in "bcd"]
+    report = crashing(chaos, siblings=siblings, order=True).explore(put, db, "a")
+    assert report.verdict == "proven", full_text(report)
+
+    def count(db: Engine, what: str) -> None:
+        run(db, "INSERT OR IGNORE INTO marks SELECT :k, count(*) FROM marks", k=what)
+
+    run(db, "DELETE FROM marks")
+    report = crashing(chaos, siblings=[*siblings[:2], (count, (db, "d"))], order=True).explore(put, db, "a")
+    assert {found.kind for found in report.findings} == {"reordered"}
+
+
+def test_orders_want_messages(chaos: Chaos, db: Engine) -> None:
+    with pytest.raises(OptionError, match="order=True compares the orders of several messages, and there is only one"):
+        crashing(chaos, order=True).explore(add_unless_there, db)
+
+
+def test_not_too_many(chaos: Chaos, db: Engine) -> None:
+    for name in ("rivals", "siblings"):
+        with pytest.raises(OptionError, match=rf"option '{name}' takes 3 at most.*these are 4"):
+            chaos(**{name: [nothing] * 4})
+    with pytest.raises(OptionError, match=r"rivals and siblings together are 3 at most.*these are 2 and 2"):
+        chaos(rivals=[nothing] * 2, siblings=[nothing] * 2).explore(add_unless_there, db)
+
+
 # -- what options take ----------------------------------------------------------------------------------------------
 
 
@@ -322,7 +494,7 @@ MISTAKES = {
     "three": ([(nothing, (1,), {})], "does not take the element"),
     "async": ([later], "is async"),
 }
-HOLD_FUNCTIONS = ["then", "rivals"]
+HOLD_FUNCTIONS = ["then", "rivals", "siblings"]
 
 
 @pytest.mark.parametrize("name", HOLD_FUNCTIONS)

@@ -79,10 +79,10 @@ class Check:
     def explore(self) -> Checked:
         """Is the job idempotent?"""
         runner: Runner = Here(self._workshop, self._job, self._jobs)
-        first = first_run(runner, self._start, self._limit())
+        first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         self._clean_run_done()
         clean = first.saved
-        if not first.changes:
+        if not first.changes and not self._cast.siblings:
             return Checked(self._unseen(first), clean)
         if self._options.isolation == "process":
             return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
@@ -93,13 +93,13 @@ class Check:
         """What comes of one plan?"""
         plan = parse(token, self._name)
         runner: Runner = Here(self._workshop, self._job, self._jobs)
-        first = first_run(runner, self._start, self._limit())
+        first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         self._clean_run_done()
         if plan.turns:
             return self._run_turns(plan, runner, first), first.saved
         runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
         found = self._found()
-        again = first_run(runner, self._start, self._limit())
+        again = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         _, company = self._establish(runner, again, found)
         done = perform(plan, runner, self._start, self._limit())
         deviation, after = self._deviation(done, company)
@@ -110,6 +110,14 @@ class Check:
 
     def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
         _, company = self._establish(runner, first, self._found())
+        if plan.turns[0].kind == "order":
+            if self._orders is None:
+                raise PlanError("the token no longer fits: it is an order of messages, and no siblings are given now.")
+            found, served = self._orders.replay(plan, self._make_judge)
+            plan = replace(plan, steps=sum(len(delivery.steps) for delivery in served.timeline))
+            if found is None:
+                return Run(plan, served.timeline, ())
+            return Run(plan, served.timeline, found.differences, found.kind, found.effect)
         others = self._cast.others
         done = perform_turns(plan, self._workshop, self._job, self._start, self._limit(), others)
         deviation, timeline = deviation_of(done, company)
@@ -122,7 +130,7 @@ class Check:
 
     def _close(self, runner: Runner, first: Outcome | None, note: str = "") -> Report:
         if first is None:
-            first = first_run(runner, self._start, self._limit())
+            first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         found = self._found()
         baseline, company = self._establish(runner, first, found)
         if baseline.unstable:
@@ -130,6 +138,12 @@ class Check:
             if isinstance(runner, Here) and not doubts:
                 return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left memory to the second
             return self._inconclusive([*doubts, baseline.unstable][0], _ledger(baseline), len(first.steps))
+        if self._orders is not None and self._options.order:
+            findings = self._orders.reordered(self._make_judge)
+            if findings:
+                return self._depends_on_order(findings, baseline, company)
+        if not _has_effect(first):
+            return self._with_duplicates(self._uncovered(baseline, company), baseline, company, note == _REMEMBERS)
         spent = False
         while True:
             closure = self._closure(runner, baseline, company)
@@ -140,7 +154,7 @@ class Check:
             except Relearned:
                 judge = make_judge(self.canon, baseline.whole, found, self._options)
                 baseline = replace(baseline, judge=judge)
-                company = Company(company.around, judge, self._cast, self._judges(found))
+                company = Company(company.around, judge, self._cast, self._judges())
                 continue
             break
         try:
@@ -153,10 +167,21 @@ class Check:
         report = self._report(runner, baseline, closure, company, spent, note)
         if report.verdict != PROVEN or (self._options.duplicates == 1 and not self._cast.visits):
             return report
-        return self._with_duplicates(report, baseline, closure, company, note == _REMEMBERS)
+        return self._with_duplicates(report, baseline, company, note == _REMEMBERS, closure.bounded)
+
+    def _depends_on_order(self, findings: list[Finding], baseline: Baseline, company: Company) -> Report:
+        report = self._inconclusive("", _ledger(baseline), len(baseline.run.steps))
+        said = f"none: whole runs in another order leave another ledger{self._company_said()}"
+        return replace(report, verdict=FAILED, guarantee=said, findings=tuple(findings), runs=company.around.runs)
+
+    def _uncovered(self, baseline: Baseline, company: Company) -> Report:
+        """A job that has something to do only after others: there is nothing to say of it alone."""
+        report = self._inconclusive("", _ledger(baseline), len(baseline.run.steps))
+        warnings = tuple(company.around.notes)
+        return replace(report, verdict=PROVEN, guarantee="", states=0, runs=company.around.runs, warnings=warnings)
 
     def _with_duplicates(
-        self, report: Report, baseline: Baseline, closure: Closure, company: Company, remembers: bool
+        self, report: Report, baseline: Baseline, company: Company, remembers: bool, bounded: bool = False
     ) -> Report:
         """The job is right under crashes, one delivery at a time. Is it, where they overlap?"""
         if remembers:
@@ -184,8 +209,8 @@ class Check:
         if done.reason or done.spent:
             return self._doubtful(report, done)
         crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
-        tail = report.guarantee[report.guarantee.index("closed)") + len("closed)") :]
-        bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded or done.bounded else ""
+        tail = self._tail(baseline.judge)
+        bound = f", at most {MAX_DELIVERIES} deliveries" if bounded or done.bounded else ""
         late = "at once and after each expiry" if self._options.late else "at once"
         how = f"one delivery at a time, redelivered {late}"
         if self._options.duplicates > 1:
@@ -214,13 +239,15 @@ class Check:
             guarantee=f"none: {reason}",
             stop_reason=reason,
             budget_spent=done.spent and not done.reason,
-            notes=(*report.notes, covered),
+            notes=(*report.notes, *([covered] if report.guarantee else [])),
         )
 
     def _overlap_limit(self) -> Limit:
         """The time for deliveries that overlap."""
         budget = self._options.budget
-        return Limit(DEFAULT_OVERLAP if budget is None else max(0.0, self._started + budget - _perf_counter()))
+        if budget is None and not self._cast.visits:
+            return Limit(DEFAULT_OVERLAP)
+        return Limit(max(0.0, self._started + self._options.seconds - _perf_counter()))
 
     def _establish(self, runner: Runner, first: Outcome, found: Facts) -> tuple[Baseline, Company]:
         """The baseline, and who judges by it."""
@@ -232,19 +259,27 @@ class Check:
             return whole_run(around, outcome, self._cast, shifted, self._limit())
 
         limit = self._limit()
+        if not _has_effect(first) and self._cast.siblings:
+            orders = self._orders = Orders(self._name, around, self._cast, self._limit)
+            unstable = orders.learn(self.canon, self._options)
+            some = next(order for order in orders.messages() if not orders.serve(order).stuck)
+            served, second = orders.serve(some), orders.serve(some, shifted=True)
+            judge = self._make_judge(served.outcome)
+            baseline = Baseline(served.own, served.outcome, second.outcome, judge, unstable)
+            return baseline, Company(around, judge, self._cast, self._judges())
         baseline = establish(runner, self.canon, first, found, self._options, self._start, limit, follow)
         if self._cast.visits and not baseline.unstable:
-            self._orders = Orders(around, self._cast, self._limit)
+            self._orders = Orders(self._name, around, self._cast, self._limit)
             unstable = self._orders.learn(self.canon, self._options)
-            judge = make_judge(self.canon, baseline.whole, found, self._options)
-            baseline = replace(baseline, judge=judge, unstable=unstable)
-        return baseline, Company(around, baseline.judge, self._cast, self._judges(found))
+            baseline = replace(baseline, judge=self._make_judge(baseline.whole), unstable=unstable)
+        return baseline, Company(around, baseline.judge, self._cast, self._judges())
 
-    def _judges(self, found: Facts) -> dict[frozenset[int], list[Judge]]:
+    def _make_judge(self, outcome: Outcome) -> Judge:
+        return make_judge(self.canon, outcome, self._found(), self._options)
+
+    def _judges(self) -> dict[frozenset[int], list[Judge]]:
         """The judges of serial orders, if anybody else is there."""
-        if self._orders is None:
-            return {}
-        return self._orders.judges(lambda outcome: make_judge(self.canon, outcome, found, self._options))
+        return {} if self._orders is None else self._orders.judges(self._make_judge)
 
     def _closure(self, runner: Runner, baseline: Baseline, company: Company) -> Closure:
         crashes = self._options.crashes
@@ -330,24 +365,33 @@ class Check:
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
         late = "at once and after each expiry" if self._options.late else "at once"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
-        needed = ", ".join(sorted(baseline.judge.tolerated))
-        tolerated = f"; tolerated: {needed} more than once" if needed else ""
-        ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
-        ignored += self._company_said()
+        tail = self._tail(baseline.judge)
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
                 f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time, redelivered {late}: "
-                f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
+                f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tail}"
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
         fewest = min(suspect.plan.crashes for suspect in closure.suspects)
-        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tolerated}{ignored}"
+        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tail}"
+
+    def _tail(self, judge: Judge) -> str:
+        """The end of a guarantee: what else was declared."""
+        needed = ", ".join(sorted(judge.tolerated))
+        tolerated = f"; tolerated: {needed} more than once" if needed else ""
+        ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
+        return f"{tolerated}{ignored}{self._company_said()}"
 
     def _company_said(self) -> str:
         """The other jobs, as the guarantee has them."""
-        said = (("with rivals", self._options.rivals), ("followed by", self._options.then))
+        siblings = "with siblings" + (" in every order" if self._options.order else "")
+        said = (
+            ("with rivals", self._options.rivals),
+            (siblings, self._options.siblings),
+            ("followed by", self._options.then),
+        )
         return "".join(f"; {word}: {', '.join(each.name for each in others)}" for word, others in said if others)
 
     def _findings(self, runner: Runner, closure: Closure, company: Company) -> tuple[list[Finding], list[str]]:
@@ -458,6 +502,10 @@ def _ledger(baseline: Baseline) -> Ledger:
                 text = judge.describe(relation, row, view)
                 counted[text] = counted.get(text, 0) + 1
     return Ledger(rows)
+
+
+def _has_effect(first: Outcome) -> bool:
+    return first.end == "done" and bool(first.changes or first.doubts)
 
 
 def _left_behind(judge: Judge) -> list[str]:

@@ -6,6 +6,9 @@ follow-ups; a clean run has them, too. Wherever a ledger is judged at the end, i
 
 A rival (option ``rivals``) is other code that may run once, whole, at any boundary. A ledger is then right if some
 serial order of whole clean runs gives it. Where it raises, or would have to wait for a delivery, it does not run.
+
+A sibling (option ``siblings``) is another message in the queue. It comes like a rival, but it does come: at the latest
+when the message has settled, as a follow-up. With ``order`` it is a finding if serial orders of the messages differ.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from retrychaos.explore.baseline import SECOND_RUN_LATER, learn
 from retrychaos.explore.canon import Canon
 from retrychaos.explore.judge import Deviation, Judge
 from retrychaos.explore.runner import Runner
-from retrychaos.model.errors import BaselineError
+from retrychaos.model.errors import BaselineError, PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import Options, Other
-from retrychaos.model.report import Delivery
+from retrychaos.model.plan import Plan, Turn, steps_mark
+from retrychaos.model.report import Delivery, Finding
 from retrychaos.runtime.delivery import LADDER, REDELIVERY_DELAY, Job, Order, Outcome, keep_all
 from retrychaos.world.world import Saved
 
@@ -62,6 +66,8 @@ class Served:
     """A serial order of whole runs, as one. stuck: who did not finish, and why."""
 
     outcome: Outcome
+    own: Outcome
+    """The last delivery of the job that is checked."""
     timeline: tuple[Delivery, ...]
     stuck: str
 
@@ -78,10 +84,10 @@ class Cast:
     @staticmethod
     def of(options: Options) -> Cast:
         """As the options say."""
-        others = (*options.rivals, *options.then)
+        others = (*options.rivals, *options.siblings, *options.then)
         numbers = tuple(range(1, len(others) + 1))
         siblings = len(options.rivals)
-        then = siblings
+        then = siblings + len(options.siblings)
         return Cast(others, numbers[:siblings], numbers[siblings:then], numbers[then:])
 
     @property
@@ -185,6 +191,7 @@ class Around:
         """One delivery of a clean run."""
         outcome = self._runner.run(order, keep_all)
         self._note(outcome, counts=False)
+        self.runs += 1
         return outcome
 
     def _note(self, outcome: Outcome, counts: bool) -> None:
@@ -298,7 +305,8 @@ class Company:
 class Orders:
     """Serial orders of whole clean runs from the state in which the world was found; 0 is the job that is checked."""
 
-    def __init__(self, around: Around, cast: Cast, limit: Callable[[], float]) -> None:
+    def __init__(self, job: str, around: Around, cast: Cast, limit: Callable[[], float]) -> None:
+        self._job = job
         self._around = around
         self._cast = cast
         self._limit = limit
@@ -329,8 +337,7 @@ class Orders:
                     continue
                 done += 1
                 if unstable := learn(canon, first.outcome, second.outcome, options):
-                    names = ", then ".join(self.name(number) for number in order)
-                    return f"{unstable} (Whole runs one after the other: {names}.)"
+                    return f"{unstable} (Whole runs one after the other: {self._said(order)}.)"
             if not done and len(rivals) <= 1:
                 self._refuse(rivals)
         return ""
@@ -353,9 +360,59 @@ class Orders:
             judges[rivals] = [make(each.outcome) for each in served if not each.stuck]
         return judges
 
+    def reordered(self, make: Callable[[Outcome], Judge]) -> list[Finding]:
+        """Serial orders that leave another ledger than the first that comes to an end; one for each effect."""
+        expected = next(order for order in self.messages() if not self.serve(order).stuck)
+        judge = make(self.serve(expected).outcome)
+        findings: dict[str, Finding] = {}
+        for order in self.messages():
+            deviation = self.compare(order, judge)
+            if deviation is not None and deviation.effect not in findings:
+                served = self.serve(order)
+                steps = [step for delivery in served.timeline for step in delivery.steps]
+                turns = tuple(Turn("order", ident=number) for number in order)
+                plan = Plan(self._job, steps=len(steps), turns=turns, mark=steps_mark(steps))
+                findings[deviation.effect] = Finding(
+                    "reordered",
+                    deviation.effect,
+                    plan,
+                    served.timeline,
+                    deviation.differences,
+                    reason=f"{self._said(order)} leaves another ledger than {self._said(expected)}",
+                )
+        return list(findings.values())
+
+    def compare(self, order: tuple[int, ...], judge: Judge) -> Deviation | None:
+        """How the ledger of an order differs."""
+        served = self.serve(order)
+        found = judge.judge(served.outcome.facts, served.outcome.clock - self._around.start)
+        if served.stuck:
+            return Deviation("reordered", served.stuck, found.differences if found else ())
+        return replace(found, kind="reordered") if found else None
+
+    def replay(self, plan: Plan, make: Callable[[Outcome], Judge]) -> tuple[Deviation | None, Served]:
+        """The order of a plan. Raises PlanError if it does not fit."""
+        order = tuple(turn.ident for turn in plan.turns)
+        if sorted(order) != sorted(self.reference):
+            raise PlanError(
+                f"the token no longer fits: it is an order of {len(order)} messages, and there are "
+                f"{len(self.reference)} now. Give the option siblings of the check that it came from."
+            )
+        served = self.serve(order)
+        if plan.mark != steps_mark([step for delivery in served.timeline for step in delivery.steps]):
+            raise PlanError(
+                "the token no longer fits: the messages do other steps now. A job or its data has changed; run the "
+                "check again."
+            )
+        expected = next(order for order in self.messages() if not self.serve(order).stuck)
+        return self.compare(order, make(self.serve(expected).outcome)), served
+
+    def _said(self, order: tuple[int, ...]) -> str:
+        return ", then ".join(self.name(number) for number in order)
+
     def name(self, number: int) -> str:
         """What a job is called here."""
-        return self._cast.others[number - 1].name if number else "the job"
+        return self._cast.others[number - 1].name if number else self._job.rpartition(".")[2]
 
     def serve(self, order: tuple[int, ...], shifted: bool = False) -> Served:
         """Run them in an order. A message that fails goes to the end of the queue, as long as others get further."""
@@ -368,6 +425,7 @@ class Orders:
         queue = list(order)
         history: tuple[int, ...] = ()
         outcomes: list[Outcome] = []
+        own = self._last_of((0,), shifted)[1]
         timeline: list[Delivery] = []
         failed = 0  # in a row
         while queue:
@@ -376,6 +434,7 @@ class Orders:
             delivery, outcome = self._last_of(history, shifted)
             timeline.append(delivery)
             outcomes.append(outcome)
+            own = own if number else outcome
             failed = failed + 1 if outcome.end != "done" else 0
             if not failed:
                 continue
@@ -383,14 +442,14 @@ class Orders:
             comes_again = outcome.end == "failed" and number not in self._cast.rivals and bool(self._cast.siblings)
             if not comes_again or failed == len(queue):
                 stuck = f"{self.name(number)}: {outcome.error or 'it waits for ever'}"
-                return Served(joined(outcomes), tuple(timeline), stuck)
+                return Served(joined(outcomes), own, tuple(timeline), stuck)
         last = outcomes[-1]
         point = Point(last.facts, last.saved, last.clock)
         then = self._around.run(
             self._cast.then, point, first=len(timeline) + 1, traced=True, shifted=shifted, limit=self._limit()
         )
         outcomes += [outcome for _, outcome in then.attempts]
-        return Served(joined(outcomes), (*timeline, *then.timeline), then.stuck)
+        return Served(joined(outcomes), own, (*timeline, *then.timeline), then.stuck)
 
     def _last_of(self, history: tuple[int, ...], shifted: bool) -> tuple[Delivery, Outcome]:
         """The last delivery of such a history, whose beginning may have been run for another order."""

@@ -162,7 +162,10 @@ def _findings(
     findings: list[Finding] = []
     unconfirmed = ""
     for (kind, effect), endings in list(groups.items())[:_MOST_FINDINGS]:
-        plan = plan_of(name, search, smallest(search, frozenset(ending.node for ending in endings)))
+        way = smallest(search, frozenset(ending.node for ending in endings))
+        if endings[0].last is not None:
+            way.append((endings[0].node, endings[0].last))
+        plan = plan_of(name, search, way)
         try:
             done = perform_turns(plan, workshop, job, start, 5.0, company.cast.others)
         except (PlanError, Hung, SharingError) as problem:

@@ -73,6 +73,8 @@ class Ending:
     node: Node
     kind: str
     effect: str
+    last: Move | None = None
+    """One move more, to show what happens there."""
 
 
 class OutOfTime(Exception):
@@ -521,7 +523,28 @@ class Interleaving:
         if stuck:
             first = min(stuck, key=lambda node: (self.reached[node].crashes, self.reached[node].steps))
             errors = [self.names.logs[seat.log].error for seat in first.seats]
-            self.endings.append(Ending(first, "stuck", next(filter(None, errors), "it waits for ever")))
+            error = next(filter(None, errors), "")
+            self.endings.append(self._failing(stuck) or Ending(first, "stuck", error or "it waits for ever"))
+
+    def _failing(self, stuck: list[Node]) -> Ending | None:
+        """The first delivery that fails where nothing leads on."""
+        ways = [
+            (self.reached[node].crashes, self.reached[node].steps, number, node, move, error)
+            for number, node in enumerate(stuck)
+            for move, _ in self.edges.get(node, ())
+            if move.kind in ("run", "fail") and (error := self._error_of(node, move))
+        ]
+        if not ways:
+            return None
+        *_, node, move, error = min(ways, key=lambda way: way[:3])
+        return Ending(node, "stuck", error, move)
+
+    def _error_of(self, node: Node, move: Move) -> str:
+        index = _index(node, move.ident)
+        if self.names.logs[node.seats[index].log].end:
+            return ""
+        outcome = self._table.get(self._key(node, index, move.kind))
+        return self.names.logs[outcome.log].error if outcome is not None and outcome.end == "failed" else ""
 
     # -- learning ---------------------------------------------------------------------------------------------------
 

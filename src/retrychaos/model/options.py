@@ -53,6 +53,9 @@ class Options:
     late: deliver also after each expiry that a state holds (times to live in Redis).
     faults: not in this version; only the value that turns it off.
     rivals: other code that may run once, whole, at any boundary; at most 3.
+    siblings: other messages in the queue, at most 3; each runs once: before, between or after the deliveries of the
+    job.
+    order: report it (``reordered``) if the order of the messages makes a difference.
     then: other jobs that run when the message has settled, once each and in order, retried like any job.
     """
 
@@ -66,6 +69,8 @@ class Options:
     isolation: str = "sample"
     scratch: tuple[str, ...] = ()
     rivals: tuple[Other, ...] = ()
+    siblings: tuple[Other, ...] = ()
+    order: bool = False
     then: tuple[Other, ...] = ()
 
     @property
@@ -77,13 +82,26 @@ class Options:
         """A copy with other values. Raises OptionError for an unknown name or a value of the wrong type."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
+    def check_together(self) -> None:
+        """Raises OptionError if values do not fit each other: known only when all have been given."""
+        if self.order and not self.siblings:
+            raise OptionError(
+                "order=True compares the orders of several messages, and there is only one. Name the others: "
+                f"siblings={_SHAPE.format('')[1:]}."
+            )
+        if len(self.rivals) + len(self.siblings) > MOST_OTHERS:
+            raise OptionError(
+                f"rivals and siblings together are {MOST_OTHERS} at most, since all their orders are run; these are "
+                f"{len(self.rivals)} and {len(self.siblings)}."
+            )
+
 
 NAMES = tuple(field.name for field in fields(Options))
-PLANNED = ("children", "delivery", "profile", "siblings", "order", "cron", "shards")
+PLANNED = ("children", "delivery", "profile", "cron", "shards")
 """Options of later versions."""
 MOST_OTHERS = 3
-"""Rivals at most: all their orders are run."""
-IN_CODE_ONLY = ("rivals", "then")
+"""Rivals and siblings at most: all their orders are run."""
+IN_CODE_ONLY = ("rivals", "siblings", "then")
 """Options that cannot be written in ini files and on the command line: they hold functions."""
 
 
@@ -96,7 +114,7 @@ def from_text(name: str, text: str) -> Any:
         )
     if name in ("tolerate", "volatile", "scratch"):
         return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
-    if name in ("faults", "late"):
+    if name in ("faults", "late", "order"):
         words = dict.fromkeys(("true", "yes", "1", "on"), True) | dict.fromkeys(("false", "no", "0", "off"), False)
         if text.strip().lower() not in words:
             raise OptionError(f"option {name!r} is true or false, not {text!r}.")
@@ -220,6 +238,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "duplicates": _duplicates,
     "faults": _off,
     "late": _switch,
+    "order": _switch,
     "budget": _budget,
     "tolerate": _texts,
     "volatile": _texts,
@@ -231,6 +250,7 @@ _EXPECTED = {
     "duplicates": f"a number of deliveries from 1 to {MOST_DUPLICATES}",
     "faults": "False (errors and lost replies are not in this version yet)",
     "late": "True or False",
+    "order": "True or False",
     "budget": "a number of seconds above 0",
     "tolerate": 'a list of effects, such as ["mail"]',
     "volatile": 'a list of cells, such as ["jobs.attempts"]',

@@ -13,7 +13,7 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.step import Step
 
 VERSION = "rc1"
-_TURN = re.compile(r"(\d+)([bkrfjv])(\d+)")
+_TURN = re.compile(r"(\d+)([bkrfjvo])(\d+)")
 _TURNS = re.compile(
     rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z"
 )
@@ -25,10 +25,10 @@ class Turn(NamedTuple):
 
     kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
     dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends),
-    ``rival`` (other code runs, whole).
+    ``rival`` (other code runs, whole), ``order`` (a message is the next to be served, and nobody else is running).
     delivery: which one, counted from 1 in the order in which they began.
-    ident: of a rival, which one. Of a delivery that begins, what it draws at random; no two deliveries that can know of
-    each other have the same. For ``jump``: how often the clock has gone on in vain before.
+    ident: of a rival or a message, which one. Of a delivery that begins, what it draws at random; no two deliveries
+    that can know of each other have the same. For ``jump``: how often the clock has gone on in vain before.
     """
 
     kind: str
@@ -153,6 +153,8 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
             out.append(f"0j{turn.ident}")
         elif turn.kind == "rival":
             out.append(f"0v{turn.ident}")
+        elif turn.kind == "order":
+            out.append(f"0o{turn.ident}")
         else:
             out.append(f"{turn.delivery}{turn.kind[0]}0")
     return f"t{mark}_" + "-".join(out)
@@ -164,6 +166,8 @@ def _read_turns(text: str) -> Iterator[Turn]:
             yield Turn("jump", ident=int(number))
         elif letter == "v":
             yield Turn("rival", ident=int(number))
+        elif letter == "o":
+            yield Turn("order", ident=int(number))
         elif letter == "b":
             yield Turn("begin", int(delivery), int(number))
         elif letter == "r":

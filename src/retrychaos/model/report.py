@@ -59,7 +59,7 @@ class Difference:
 class Finding:
     """One way in which the job deviates, with the smallest plan that shows it.
 
-    kind: ``duplicated``, ``lost``, ``changed`` or ``stuck``.
+    kind: ``duplicated``, ``lost``, ``changed``, ``stuck`` or ``reordered``.
     effect: what is affected: a table, a Redis key, a call.
     also_at: other places where a crash has the same consequence.
     """

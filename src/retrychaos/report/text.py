@@ -14,6 +14,7 @@ _CAUSES = {
     "lost": "an effect of the clean run is missing, and no later delivery makes up for it",
     "changed": "a value differs from that of the clean run",
     "stuck": "no later delivery finishes the job",
+    "reordered": "the order of whole, clean runs makes a difference",
 }
 _KEPT = 4
 _WIDTH = 100
@@ -102,7 +103,8 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 def _delivery(delivery: Delivery) -> Iterator[str]:
     after = f", {_duration(delivery.after)} later" if delivery.after else ""
-    yield f"  {f'then {delivery.job}' if delivery.job else f'delivery {delivery.number}'}{after}"
+    name = f"{'then ' if delivery.number > 1 else ''}{delivery.job}" if delivery.job else f"delivery {delivery.number}"
+    yield f"  {name}{after}"
     steps = delivery.steps
     hidden = len(steps) - 2 * _KEPT - 1
     site: Site | None = None
