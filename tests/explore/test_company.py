@@ -6,7 +6,8 @@ import functools
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
+from tests.postgres_server import Postgres
 
 from retrychaos import BaselineError, Chaos, OptionError, PlanError
 from retrychaos.explore import duplicates
@@ -41,6 +42,14 @@ def racing(chaos: Chaos, **options: Any) -> Chaos:
 
 class Busy(Exception):
     """The lock is taken."""
+
+
+class Post:
+    def send(self, to: str, key: str) -> None:
+        """Watched."""
+
+
+post = Post()
 
 
 # -- follow-ups -----------------------------------------------------------------------------------------------------
@@ -304,15 +313,53 @@ def test_random_schedules_have_rivals_too(chaos: Chaos, logo: Engine, monkeypatc
     assert [(found.kind, found.effect) for found in report.findings] == [("changed", "companies")], full_text(report)
 
 
+def test_a_user_that_is_deleted_meanwhile(chaos: Chaos, db: Engine) -> None:
+    """S12: whoever raises then is retried in vain; whoever returns is done."""
+    chaos.watch(post, "send", result=None, key="key")
+    run(db, "INSERT INTO items (id, k) VALUES (1, 'ann')")
+
+    def delete() -> None:
+        run(db, "DELETE FROM items")
+
+    def welcome(*, early: bool) -> None:
+        found = run(db, "SELECT k FROM items WHERE id = 1")
+        if not found and early:
+            return
+        post.send(found[0][0], key="welcome 1")
+
+    checks = crashing(chaos, rivals=[delete])
+    report = checks.explore(welcome, early=False)
+    expected = ("stuck", "IndexError: list index out of range")
+    assert [(found.kind, found.effect) for found in report.findings] == [expected], full_text(report)
+    assert [delivery.end for delivery in report.findings[0].timeline] == ["failed"], full_text(report)
+    again = checks.run(welcome, early=False, plan=report.findings[0].token)
+    assert (again.kind, again.effect) == expected
+
+    report = checks.explore(welcome, early=True)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_a_rival_in_a_server_that_would_have_to_wait(chaos: Chaos, postgres_server: Postgres, postgres: str) -> None:
+    """On PostgreSQL the server says that it waits: under a row lock nobody comes in between."""
+    db = create_engine(postgres_server.url(postgres, "psycopg"))
+    run(db, "CREATE TABLE companies (id INTEGER PRIMARY KEY, logo TEXT)")
+    run(db, "INSERT INTO companies VALUES (1, NULL)")
+
+    def attach(db: Engine, lock: str) -> None:
+        with db.begin() as connection:
+            if connection.execute(text(f"SELECT 1 FROM companies WHERE logo IS NULL {lock}")).fetchall():
+                connection.execute(text("UPDATE companies SET logo = 'from the web'"))
+
+    checks = crashing(chaos, scratch=[f"postgresql:///?host={postgres_server.folder}"], rivals=[(upload, (db,))])
+    report = checks.explore(attach, db, "")
+    assert [(found.kind, found.effect) for found in report.findings] == [("changed", "companies")], full_text(report)
+    reset(db)
+    report = checks.explore(attach, db, "FOR UPDATE")
+    assert report.verdict == "proven", full_text(report)
+    db.dispose()
+
+
 # -- siblings -------------------------------------------------------------------------------------------------------
-
-
-class Post:
-    def send(self, to: str, key: str) -> None:
-        """Watched."""
-
-
-post = Post()
 
 
 @pytest.fixture
@@ -509,3 +556,40 @@ def test_what_cannot_be_run_is_refused(chaos: Chaos, name: str, mistake: str) ->
 def test_functions_cannot_be_written_in_an_ini_file(name: str) -> None:
     with pytest.raises(OptionError, match=f"option '{name}' takes functions, which cannot be written in an ini file"):
         from_text(name, "nothing")
+
+
+@pytest.mark.parametrize("written", ["flag", "ini"])
+def test_a_flag_for_functions_says_where_they_go(pytester: pytest.Pytester, written: str) -> None:
+    pytester.makepyfile("def test(): pass")
+    if written == "ini":
+        pytester.makeini("[pytest]\nchaos_rivals = shop.upload\n")
+    result = pytester.runpytest_inprocess(*(["--chaos-rivals", "shop.upload"] if written == "flag" else []))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    place = "in the ini file, chaos_rivals" if written == "ini" else "--chaos-rivals"
+    result.stderr.fnmatch_lines([f"ERROR: {place}: option 'rivals' takes functions, which cannot be written in*"])
+
+
+def test_the_mark_takes_them(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def welcome(chaos):
+            chaos.redis.set("welcome", 1)
+
+        def report():
+            pass
+
+        @pytest.mark.idempotent(welcome, args=lambda chaos: (chaos,), then=[report])
+        def test_right(chaos):
+            assert chaos.redis.get("welcome") == b"1"
+
+        @pytest.mark.idempotent(welcome, args=lambda chaos: (chaos,), then=[1])
+        def test_wrong(chaos):
+            pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*option 'then' takes functions, and 1 is not callable*"])
+    result.stdout.fnmatch_lines(["proven*followed by: report*"])

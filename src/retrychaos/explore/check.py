@@ -200,11 +200,13 @@ class Check:
         )
         if done.findings:
             fewest = min(finding.plan.crashes for finding in done.findings)
+            alone = self._options.duplicates == 1
+            when = "when other code comes in between" if alone else "when deliveries overlap"
             return replace(
                 report,
                 verdict=FAILED,
                 findings=done.findings,
-                guarantee=f"none: a fault shows when deliveries overlap, with {_count(fewest)}",
+                guarantee=f"none: a fault shows {when}, with {_count(fewest)}{self._tail(baseline.judge)}",
             )
         if done.reason or done.spent:
             return self._doubtful(report, done)

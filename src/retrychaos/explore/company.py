@@ -275,7 +275,8 @@ class Company:
 
     def excess(self, facts: Facts, ran: frozenset[int] = frozenset()) -> bool:
         """An effect too many, which no later delivery can undo."""
-        return all(judge.excess(facts) for judge in self._alternatives(ran))
+        judges = self._alternatives(ran)
+        return bool(judges) and all(judge.excess(facts) for judge in judges)
 
     def _rest(self, ran: frozenset[int]) -> tuple[int, ...]:
         return (*(number for number in self.cast.siblings if number not in ran), *self.cast.then)

@@ -370,7 +370,7 @@ class Play:
         self._workshop.chance.note(visitor.stream)
         if visitor.away:
             self.kill(visitor)
-        elif not visitor.refused:
+        else:
             self._world.facts()
             self._world.leave(visitor)
         return visitor
