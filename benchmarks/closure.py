@@ -128,7 +128,7 @@ def on_sqlite(
 
     def check() -> Report:
         rewind()
-        with Chaos(budget=BUDGET) as chaos:
+        with Chaos(budget=BUDGET, duplicates=1) as chaos:
             return chaos.explore(job, engine, effects)
 
     try:
@@ -166,7 +166,7 @@ def on_redis(effects: int) -> Iterator[Case]:
             return time.perf_counter() - began
 
     def check() -> Report:
-        with closing(fresh()) as client, Chaos(budget=BUDGET) as chaos:
+        with closing(fresh()) as client, Chaos(budget=BUDGET, duplicates=1) as chaos:
             return chaos.explore(jobs.count, client, effects)
 
     yield Case("redis count", "fakeredis", effects, check, plain, promised=False)

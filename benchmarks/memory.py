@@ -21,7 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, default=1_000)
     states: int = parser.parse_args().states
-    with tempfile.TemporaryDirectory(prefix="retrychaos-", dir=TMPFS) as folder, Chaos(budget=600) as chaos:
+    with (
+        tempfile.TemporaryDirectory(prefix="retrychaos-", dir=TMPFS) as folder,
+        Chaos(budget=600, duplicates=1) as chaos,
+    ):
         path = Path(folder) / "big.db"
         engine = jobs.open_database(str(path), ROWS)
         before = _resident()

@@ -183,6 +183,7 @@ class Chaos:
         self._furnish(world, workshop)
         this = Job(job, args, kwargs)
         world.again = next((earlier.again for earlier in self._earlier if _same(earlier.job, this)), None)
+        self._embedded.let_go()
         check: Check | None = None
         _running = True
         try:
@@ -275,6 +276,11 @@ class _Embedded:
         client = fakeredis.FakeRedis(server=fakeredis.FakeServer())
         self._closers.append(client.close)
         return client
+
+    def let_go(self) -> None:
+        """No connection is kept that nobody uses: a fork would inherit it, and could not have a database of its own."""
+        if "sql" in vars(self):
+            self.sql.dispose()
 
     def close(self) -> None:
         while self._closers:

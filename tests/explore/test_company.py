@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +234,30 @@ def test_a_rival_that_would_have_to_wait_does_not_run_there(chaos: Chaos, logo: 
 
     report = crashing(chaos, rivals=[(upload, (logo,))]).explore(attach_under_a_lock, logo)
     assert report.verdict == "proven", full_text(report)
+
+
+def test_a_database_in_memory_is_no_place_for_rivals(chaos: Chaos) -> None:
+    engine = create_engine("sqlite://")
+    run(engine, "CREATE TABLE marks (k TEXT PRIMARY KEY)")
+
+    def mark(what: str) -> None:
+        run(engine, "INSERT OR IGNORE INTO marks VALUES (:k)", k=what)
+
+    report = crashing(chaos, rivals=[(mark, ("b",))]).explore(mark, "a")
+    assert report.verdict == "inconclusive"
+    assert report.stop_reason.endswith("so with them duplicates=1 is not enough.")
+    engine.dispose()
+
+
+def test_what_others_do_outside_of_the_ledger_counts(chaos: Chaos, db: Engine, tmp_path: Path) -> None:
+    def writes() -> None:
+        (tmp_path / "note").write_text("hello")
+
+    for name in ("then", "rivals", "siblings"):
+        run(db, "DELETE FROM items")
+        report = crashing(chaos, **{name: [writes]}).explore(add_unless_there, db)
+        assert report.verdict == "inconclusive"
+        assert "effect outside the ledger" in report.stop_reason and "in writes" in report.stop_reason
 
 
 def test_several_rivals_in_any_order(chaos: Chaos, logo: Engine) -> None:

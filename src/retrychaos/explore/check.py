@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
 from retrychaos.explore.canon import Canon
-from retrychaos.explore.closure import MAX_DELIVERIES, Closure, OutOfBudget, Relearned, Scope, State, Suspect
+from retrychaos.explore.closure import (
+    MAX_DELIVERIES,
+    Closure,
+    OutOfBudget,
+    Relearned,
+    Scope,
+    State,
+    Suspect,
+    redelivery,
+)
 from retrychaos.explore.company import Around, Cast, Company, Orders, whole_run
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
 from retrychaos.explore.interleaving import OutOfTime
@@ -36,6 +45,7 @@ _SHARED_MEMORY = (
     "overlap here "
     "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
 )
+_BESIDE = "Rivals and siblings run while a delivery is alive, so with them duplicates=1 is not enough."
 _perf_counter = time.perf_counter
 
 
@@ -86,6 +96,8 @@ class Check:
             return Checked(self._unseen(first), clean)
         if self._options.isolation == "process":
             return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
+        if first.changes and first.end == "done":
+            self._sample_ahead(first)
         report = self._close(runner, first)
         return Checked(report, clean)
 
@@ -209,6 +221,8 @@ class Check:
                 guarantee=f"none: a fault shows {when}, with {_count(fewest)}{self._tail(baseline.judge)}",
             )
         if done.reason or done.spent:
+            if done.reason and self._cast.visits:
+                done = replace(done, reason=f"{done.reason} {_BESIDE}")
             return self._doubtful(report, done)
         crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
         tail = self._tail(baseline.judge)
@@ -293,6 +307,12 @@ class Check:
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
 
+    def _sample_ahead(self, first: Outcome) -> None:
+        """Where forks can have a world of their own, the first sample of _remembers() runs beside the closure."""
+        last = first.changes[-1]
+        if self._workshop.world.private and not first.doubts:
+            self._fork().begin(redelivery(last.saved, last.clock, 2, self._limit()))
+
     def _remembers(self, closure: Closure) -> bool:
         """Run a sample again where nothing can be remembered: does the job do the same there?"""
         samples: list[tuple[State, Saved | None]] = []
@@ -304,8 +324,11 @@ class Check:
             return False
         forked = self._fork()
         for state, saved in samples:
-            order = replace(closure.order(state, state.wait), start=saved)
-            outcome = forked.run(order, keep_none)
+            order = replace(closure.order(state, state.wait), start=saved, ends=False)
+            beside = forked.begun(order)
+            if beside is not None and beside.end != "stopped" and closure.digest(beside) == state.digest:
+                continue
+            outcome = forked.run(order, keep_none)  # differences count only if it was alone
             if outcome.end == "stopped":
                 if not outcome.doubts:
                     raise OutOfBudget  # a sample that did not end has shown nothing

@@ -173,9 +173,8 @@ class Closure:
 
     def order(self, state: State, wait: int = 0) -> Order:
         """The delivery from a state."""
-        number = state.deliveries + 1
-        at = state.at + REDELIVERY_DELAY + wait
-        return Order(state.saved, at, number, str(number), limit=self._limit(), ends=self._company.waits)
+        order = redelivery(state.saved, state.at + wait, state.deliveries + 1, self._limit())
+        return replace(order, ends=True) if self._company.waits else order
 
     def digest(self, outcome: Outcome) -> bytes:
         """What two runs from one state must have in common; not how often they looked whether they may go on."""
@@ -361,6 +360,11 @@ class Closure:
             if last is None or not last.end or (last.next is None and self.bounded and state.crashes > 1):
                 continue  # the bound on deliveries was reached by crashes, not by failures alone
             self._suspect(state, "stuck", state.error or "it waits for ever")
+
+
+def redelivery(start: Saved | None, at: float, number: int, limit: float) -> Order:
+    """The delivery that comes of a crash at `at`."""
+    return Order(start, at + REDELIVERY_DELAY, number, str(number), limit=limit)
 
 
 def _until_ends(state: State) -> list[int]:

@@ -28,6 +28,10 @@ class SharingError(WorldError):
     """A part of the world cannot be used by two deliveries at once in this process."""
 
 
+class SharedError(ChaosError):
+    """A delivery beside others came upon a resource that all of them have; it has to be done alone. Not for users."""
+
+
 class PlanError(ChaosError, ValueError):
     """A token is damaged, of another version, of another job, or no longer fits the job."""
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from retrychaos.runtime.patching import Patches
+from retrychaos.runtime.patching import Replacement
 
 _real_urandom = os.urandom
 _real_uuid1 = uuid.uuid1
@@ -48,22 +48,24 @@ class Chance:
         self._salt = salt
         self.drawn: list[bytes] = []
         """Every random value of this check of four bytes or more, in the order drawn."""
-        self._patches = Patches()
         self._state: Any = None
         self._seed = b""
         self._count = 0
         self._ticks = 0x01B21DD213814000 + int(time.time()) * 10_000_000  # of 100 ns since 1582 (RFC 9562, 5.1)
         self._thread = threading.get_ident()
 
-    def start(self) -> None:
+    def start(self) -> list[Replacement]:
+        """Begin to decide what is drawn. Returns what has to be replaced."""
         self._thread = threading.get_ident()
         self._state = random.getstate()
-        self._patches.set_everywhere(os, "urandom", self._urandom)
-        self._patches.set(random, "_urandom", self._urandom)
-        self._patches.set_everywhere(uuid, "uuid1", self._uuid1)
+        return [
+            (os, "urandom", self._urandom),
+            (random, "_urandom", self._urandom),
+            (uuid, "uuid1", self._uuid1),
+        ]
 
     def stop(self) -> None:
-        self._patches.undo()
+        self._thread = 0  # should anybody have kept a replacement
         if self._state is not None:
             random.setstate(self._state)
             self._state = None

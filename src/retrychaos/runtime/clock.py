@@ -9,7 +9,7 @@ from typing import Any
 
 import time_machine
 
-from retrychaos.runtime.patching import Patches
+from retrychaos.runtime.patching import Replacement
 
 _real_sleep = time.sleep
 _real_monotonic = time.monotonic
@@ -32,12 +32,14 @@ class Clock:
         self._now = self.base
         self._travel: time_machine.travel | None = None
         self._traveller: Any = None
-        self._patches = Patches()
         self._thread = threading.get_ident()
         self._started = _real_monotonic()
 
-    def start(self, sleep: Callable[[float], None]) -> None:
-        """Begin virtual time. `sleep` is called instead of time.sleep in the thread of the deliveries."""
+    def start(self, sleep: Callable[[float], None]) -> list[Replacement]:
+        """Begin virtual time. `sleep` is called instead of time.sleep in the thread of the deliveries.
+
+        Returns what else has to be replaced.
+        """
         self._thread = threading.get_ident()
         self._started = _real_monotonic()
 
@@ -56,12 +58,11 @@ class Clock:
 
         self._travel = time_machine.travel(self.base, tick=False)
         self._traveller = self._travel.start()
-        self._patches.set_everywhere(time, "sleep", virtual_sleep)
-        self._patches.set_everywhere(time, "monotonic", monotonic)
+        return [(time, "sleep", virtual_sleep), (time, "monotonic", monotonic)]
 
     def stop(self) -> None:
         """Back to real time."""
-        self._patches.undo()
+        self._thread = 0  # should anybody have kept a replacement
         if self._travel is not None:
             self._travel.stop()
             self._travel = None

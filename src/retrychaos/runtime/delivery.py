@@ -29,6 +29,7 @@ LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
 """Seconds to wait where no expiry is known: a minute, an hour, a day, Sidekiq's 21 days of retries."""
 _MOST_UNCOLLECTED = 200_000
 """Objects that may be new since the collector has last run."""
+_real_getpid = os.getpid
 REDELIVERY_DELAY = 1.0
 """Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 FIRST_PID = 3_000_001
@@ -63,6 +64,8 @@ class Order:
     number: the how-manieth delivery of the message it is; gives it a process id of its own.
     traced: note source lines and values of steps, for a timeline.
     shifted: let the stores draw other ids than usual.
+    aside: a folder for copies of files, if another process delivers at the same time: nothing may be touched that
+        both of them have.
     """
 
     start: Saved | None
@@ -71,6 +74,7 @@ class Order:
     seed: str
     traced: bool = False
     shifted: bool = False
+    aside: str = ""
     limit: float = 10.0
     job: int = 0
     """Which job is delivered: 0 is the one that is checked, others stand around it."""
@@ -150,16 +154,20 @@ class Workshop:
         # over, and after a fork it makes each process copy all the memory that it looks at.
         self._collects = gc.isenabled()
         gc.disable()
-        self._patches.set_everywhere(os, "getpid", self._getpid)
-        self.clock.start(self._sleep)
-        self.chance.start()
+        getpid = (os, "getpid", self._getpid)
+        self._patches.set_everywhere(getpid, *self.clock.start(self._sleep), *self.chance.start())
         self.world.install()
 
     def stop(self) -> None:
         """Undo every patch. Safe to call at any point after start() has begun."""
-        for undo in (self._watchdog.disarm, self.world.uninstall, self.chance.stop, self.clock.stop):
+        for undo in (
+            self._watchdog.disarm,
+            self.world.uninstall,
+            self._patches.undo,
+            self.chance.stop,
+            self.clock.stop,
+        ):
             undo()
-        self._patches.undo()
         if self._collects:
             gc.enable()
 
@@ -219,6 +227,8 @@ class Workshop:
         self._pid = self._real_pid if pid is None else pid
 
     def _getpid(self) -> int:
+        if self._running is None and self.play is None:
+            return _real_getpid()
         if self.play is not None and self.play.running is not None:
             asking = sys._getframe(1).f_globals.get("__name__", "")
             if asking.partition(".")[0] not in _ASK_ANYWAY:

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_NOTHING_MORE = 3
+_SERVED, _NOTHING_MORE = b"s", b"n"
+"""What a process tells when it ends, if it has not died."""
+_DIED = pickle.dumps((False, "a forked delivery died"))
 _HEADER = struct.Struct("!Q")
 _monotonic = time.monotonic
 _getpid = os.getpid
@@ -23,10 +25,11 @@ class ForkError(Exception):
 
 
 class Zygote:
-    """A process forked once; each request runs in a fresh child of it, one at a time."""
+    """A process forked now; each request runs in a fresh copy of it, one at a time."""
 
     def __init__(self, serve: Callable[[Any], Any]) -> None:
         self._ended = False
+        self._lost = ""
         request_read, self._request = os.pipe()
         self._reply, reply_write = os.pipe()
         self._pid = _fork()
@@ -41,19 +44,28 @@ class Zygote:
         os.close(request_read)
         os.close(reply_write)
 
-    def ask(self, request: Any, timeout: float) -> Any:
-        """The answer of a fresh child to `request`. Raises ForkError, or what serve() raised."""
+    def send(self, request: Any) -> None:
+        """A fresh process begins to work on `request`. Receive each answer before you send the next request.
+
+        Raises ForkError if one before did not answer.
+        """
+        if self._lost:
+            raise ForkError(self._lost)
         _write(self._request, pickle.dumps(request))
+
+    def receive(self, timeout: float) -> Any:
+        """The answer to the request that was sent. Raises ForkError, also for what serve() raised."""
         answer = _read(self._reply, _monotonic() + timeout)
         if answer is None:
-            raise ForkError(f"a forked delivery gave no answer within {timeout:.0f} s")
+            self._lost = f"a forked delivery gave no answer within {timeout:.0f} s"  # it may still come
+            raise ForkError(self._lost)
         good, value = pickle.loads(answer)
         if not good:
             raise ForkError(value)
         return value
 
     def end(self) -> None:
-        """Nothing more will be asked: it and every child of it die while we do other things. Never raises."""
+        """Nothing more will be asked: it and its successor die while we do other things. Never raises."""
         if self._ended:
             return
         self._ended = True
@@ -68,8 +80,9 @@ class Zygote:
                 pass
 
     def close(self) -> None:
-        """It and every child of it are gone. Never raises."""
+        """It is gone, and its successor killed. Never raises."""
         self.end()
+        # Only now: until then its number, which is that of its group, goes to nobody else.
         os.waitpid(self._pid, 0)
 
 
@@ -81,23 +94,44 @@ def _fork() -> int:
 
 
 def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None:
-    """Each child is forked before it is asked, so that nobody waits for the fork."""
+    """The first request is served here, all others in children of a successor, forked before and therefore fresh.
+
+    Most checks ask once. Then this process has ended before the check does, and nobody waits for that (it takes long);
+    nor for the successor, which is no child of the one that asks.
+    """
+    news, tell = os.pipe()
+    if _fork():
+        os.write(tell, _SERVED if _serve_one(requests, replies, serve) else _NOTHING_MORE)
+        return
+    os.close(tell)
+    told = os.read(news, 1)
+    os.close(news)
+    if told == _NOTHING_MORE:
+        return
+    if told != _SERVED:
+        _write(replies, _DIED)
+    select.select([requests], [], [])
     while True:
-        child = _fork()
+        child = _fork()  # before it is asked for, so that nobody waits for it
         if child == 0:
-            code = 1
+            code = b"\0"
             try:
-                data = _read(requests, None)
-                if data is not None:
-                    _write(replies, _answer(serve, data))
-                code = 0 if data is not None else _NOTHING_MORE
+                code = _SERVED if _serve_one(requests, replies, serve) else _NOTHING_MORE
             finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _NOTHING_MORE:
+                os._exit(code[0])
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == _NOTHING_MORE[0]:
             return
-        if status:
-            _write(replies, pickle.dumps((False, f"a forked delivery died (status {status})")))
+        if status != _SERVED[0]:
+            _write(replies, _DIED)
+
+
+def _serve_one(requests: int, replies: int, serve: Callable[[Any], Any]) -> bool:
+    """False if nothing more is asked."""
+    data = _read(requests, None)
+    if data is not None:
+        _write(replies, _answer(serve, data))
+    return data is not None
 
 
 def _answer(serve: Callable[[Any], Any], data: bytes) -> bytes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 _MISSING: Any = object()
+Replacement: TypeAlias = tuple[Any, str, Any]
+"""Owner, name of the attribute, new value."""
 
 
 class Patches:
@@ -13,24 +16,32 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
-        self._everywhere: list[tuple[str, Any, Any]] = []
+        self._everywhere: dict[str, tuple[Any, Any]] = {}
+        self._modules: tuple[int, Any] = (0, None)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
-    def set_everywhere(self, owner: Any, name: str, value: Any) -> None:
-        """Also in modules that imported it by that name earlier (``from time import sleep``)."""
-        original = getattr(owner, name)
-        self._everywhere.append((name, original, value))
-        self.set(owner, name, value)
-        for module in list(sys.modules.values()):
-            namespace = getattr(module, "__dict__", None)
-            if namespace is not None and namespace.get(name) is original and not _ours(namespace):
-                self.set(module, name, value)
+    def set_everywhere(self, *wanted: Replacement) -> None:
+        """Also in modules that imported them by that name earlier (``from time import sleep``).
+
+        All at once, because there may be a thousand modules to look at. Call it once.
+        """
+        self._everywhere = {name: (getattr(owner, name), value) for owner, name, value in wanted}
+        for owner, name, value in wanted:
+            self.set(owner, name, value)
+        for module, name in self._holding(0):
+            self.set(module, name, self._everywhere[name][1])
+        self._modules = _newest()
 
     def undo(self) -> None:
-        self._catch_up()
+        # Modules that were imported meanwhile have got the replacement. Looking at them all writes to them all (their
+        # reference counts), so to memory that a fork still shares: not if there are none.
+        if self._everywhere and self._modules != _newest():
+            for module, name in self._holding(1):
+                self._undo.insert(0, (module, name, self._everywhere[name][0]))
+        self._everywhere = {}
         while self._undo:
             owner, name, value = self._undo.pop()
             if value is _MISSING:
@@ -38,14 +49,21 @@ class Patches:
             else:
                 setattr(owner, name, value)
 
-    def _catch_up(self) -> None:
-        """Modules that were imported meanwhile have got the replacement."""
-        wanted, self._everywhere = self._everywhere, []
-        for module in list(sys.modules.values()) if wanted else ():
-            namespace = getattr(module, "__dict__", None) or {}
-            for name, original, value in wanted:
-                if namespace.get(name) is value and not _ours(namespace):
-                    self._undo.insert(0, (module, name, original))
+    def _holding(self, which: int) -> Iterator[tuple[Any, str]]:
+        """Modules that have an original (0) or a replacement (1) under its name."""
+        names = self._everywhere.keys()
+        for module in list(sys.modules.values()):
+            namespace = getattr(module, "__dict__", None)
+            if namespace is None or names.isdisjoint(namespace.keys()) or _ours(namespace):
+                continue
+            for name, pair in self._everywhere.items():
+                if namespace.get(name) is pair[which]:
+                    yield module, name
+
+
+def _newest() -> tuple[int, Any]:
+    """Changes when a module is imported."""
+    return len(sys.modules), next(reversed(sys.modules.values()))
 
 
 def _ours(namespace: dict[str, Any]) -> bool:

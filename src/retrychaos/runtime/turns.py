@@ -91,7 +91,7 @@ class Actor:
         """Others go on while its statement waits in the server."""
         self.arrived = _Event()
         """Its statement has come back meanwhile, and it stands still."""
-        self._guard = _Lock()
+        self.guard = _Lock()
         self._did: Step | None = None
 
     # -- in its own thread ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Actor:
         self.inside = True
 
     def arrive(self) -> None:
-        with self._guard:
+        with self.guard:
             self.inside = False
             away = self.away
         if away:
@@ -163,7 +163,7 @@ class Actor:
 
     def go_on_without(self) -> bool:
         """Its statement waits in the server: others may move. False if it has just come back."""
-        with self._guard:
+        with self.guard:
             self.away = self.inside
             return self.away
 
@@ -446,14 +446,19 @@ class Play:
         while not self.back.acquire(timeout=pause):
             # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
             # closed. So the timer of this one has to run out before another one may close a circle.
-            if actor.inside and self._waits(actor) == WAITS:
+            if self._waits_inside(actor):
                 if self.back.acquire(timeout=_DEADLOCK):
                     return
-                if self._waits(actor) == WAITS and actor.go_on_without():
+                if self._waits_inside(actor) and actor.go_on_without():
                     return
             if _monotonic() > end:
                 self._hang(actor)
             pause = min(2 * pause, 0.01)
+
+    def _waits_inside(self, actor: Actor) -> bool:
+        """Its statement is in the server and waits. It does not come back while that is asked: it may ask, too."""
+        with actor.guard:
+            return actor.inside and self._waits(actor) == WAITS
 
     def _waits(self, actor: Actor) -> str:
         resource = self._world.resources.get(actor.pending.resource) if actor.pending else None

@@ -220,7 +220,14 @@ class Calls:
         while self._patches:
             self._patches.pop().undo()
 
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        """What has arrived is in the memory of the process."""
+
     # -- Resource -------------------------------------------------------------------------------------------------
+
+    @property
+    def private(self) -> bool:
+        return all(watched.result is not MISSING for watched in self.watched)  # else calls go through, who knows where
 
     def clear(self) -> None:
         """Nothing has arrived anywhere."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from retrychaos.world import audit
 from retrychaos.world.audit import Effect
 from retrychaos.world.calls import Calls
-from retrychaos.world.handles import Handles
+from retrychaos.world.handles import Handles, output_above
 from retrychaos.world.provenance import Context, context_of
 from retrychaos.world.resource import Stage
 from retrychaos.world.sockets import Peer, Sends, addresses, peer_of, peer_of_socket
@@ -64,6 +64,7 @@ class Escapes:
             self.calls.leaving.append(self._after_declared)
         self._sends.install()
         self._handles.look()  # before the first fork, so that a child need not look for streams again
+        output_above()  # nor for processes, which are not above it if its parent has ended
         audit.listen(self)
 
     def uninstall(self) -> None:
@@ -77,6 +78,9 @@ class Escapes:
             self.calls.leaving.remove(self._after_declared)
         self.end_delivery()
         self._handles.forget()
+
+    def part(self, blobs: Mapping[str, Any], folder: str) -> None:
+        """audit() sees to it."""
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,8 @@ class Escapes:
         """See audit.Listener."""
         if not self.stage.running:
             return
+        if event == "sqlite3.connect":
+            self._keep_off(event, args)
         try:
             if event == audit.CONNECTED:
                 self._connected(args[0])
@@ -195,6 +201,12 @@ class Escapes:
         except Exception as problem:
             # Raised here, it would become a failure of the job.
             self._failure = f"{event}: {problem!r}"
+
+    def _keep_off(self, event: str, args: tuple[Any, ...]) -> None:
+        """A database that is no copy would be locked for the parent."""
+        found = audit.effect_of(event, args)
+        if found is not None and not all(self._is_claimed(path) for path in found.paths):
+            self.stage.keep_off(found.text)
 
     def _note(self, effect: Effect, frame: FrameType | None) -> None:
         thread = threading.get_ident()

@@ -87,7 +87,7 @@ class Handles:
 
     def harmless(self) -> set[File]:
         """Files that are excused, standard output and error, ours and those of the processes above us, and logs."""
-        return self._excused | _output_above() | set(_files_of((1, 2, *_log_streams())))
+        return self._excused | output_above() | set(_files_of((1, 2, *_log_streams())))
 
     def look(self) -> dict[int, Handle]:
         """All handles that are open for writing now, with nothing left in their buffers."""
@@ -132,6 +132,17 @@ class Handles:
                 if stream is not None:
                     stream.flush()
         return bool(streams)
+
+
+def is_open(path: str) -> bool:
+    """This process has a descriptor of that file, or it cannot be known."""
+    wanted = _stat(path)
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return True
+    looks = (_stat(f"{_DESCRIPTORS}/{name}") for name in names)
+    return wanted is None or any(look is not None and _file_of(look) == _file_of(wanted) for look in looks)
 
 
 def path_behind(fd: int) -> str | None:
@@ -191,7 +202,7 @@ def _log_streams() -> Iterator[Any]:
 
 
 @functools.cache
-def _output_above() -> frozenset[File]:
+def output_above() -> frozenset[File]:
     """Where the processes above us write, such as the controller of xdist and what started it: into a log, in CI."""
     found: set[File] = set()
     pid = os.getppid()

@@ -303,6 +303,7 @@ class PostgresDatabase:
 
     # -- deliveries that overlap --------------------------------------------------------------------------------------
 
+    private = False
     alone = ""
     detailed = True
 

@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -111,6 +111,9 @@ class PostgresSource:
             if handle.owner is owner:
                 self._left += [(self._of_pool.get(id(raw)), raw) for raw in database.leave(owner)]
                 self._followed.pop(key, None)
+
+    def part(self, blobs: Mapping[str, Any], folder: str) -> None:
+        """A server is not private, so nobody asks for this."""
 
     def end_delivery(self) -> None:
         for pool, raw in self._left:

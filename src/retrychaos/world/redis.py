@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import redis.asyncio.connection
@@ -63,6 +63,9 @@ class RedisSource:
         self._patch(pipeline, "_execute_pipeline", self._execute_pipeline)
         self._stop_births = self._servers.watch_births()
         self._patch(redis.asyncio.connection.AbstractConnection, "send_packed_command", self._refuse_async)
+
+    def part(self, blobs: Mapping[str, Any], folder: str) -> None:
+        """fakeredis is in the memory of the process, and other servers are not private."""
 
     def end_delivery(self) -> None:
         """Connections that never got further than their greeting belong to no server; they go as well."""

@@ -110,6 +110,10 @@ class RedisServer:
 
     # -- Resource ----------------------------------------------------------------------------------------------------
 
+    @property
+    def private(self) -> bool:
+        return self._fake is not None
+
     def refresh(self) -> Version:
         if self._all_dirty:
             self.commits += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from retrychaos.model.ledger import Version
@@ -32,6 +32,11 @@ class Resource(Protocol):
     label: str
     version: Version
     commits: int
+
+    @property
+    def private(self) -> bool:
+        """A fork has one of its own: it is in the memory of the process, or its source can part()."""
+        ...
 
     def refresh(self) -> Version:
         """Read what may have been committed since; return the same object if nothing was.
@@ -108,6 +113,14 @@ class Source(Protocol):
     """Finds resources of one kind when a job touches them: patches clients while installed."""
 
     def install(self) -> None: ...
+
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        """From now on, this process delivers at the same time as its parent, from the state that `blobs` restore.
+
+        Resources that are not in its memory have to be copies; `folder`, yet to be made, is for them. Raises
+        SharedError if that cannot be.
+        """
+        ...
 
     def end_delivery(self) -> None:
         """The process is gone: forget what belonged to it. Called before the resources' end_delivery."""
@@ -200,6 +213,10 @@ class Stage(Protocol):
 
     def fail(self, problem: Exception) -> None:
         """As refuse, from where an exception would be swallowed: the delivery ends at its next step."""
+        ...
+
+    def keep_off(self, what: str) -> None:
+        """Something is about to be touched that other processes have, too: not while one of them delivers as well."""
         ...
 
     def doubt(self, reason: str) -> None:

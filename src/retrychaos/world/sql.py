@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sqlite3
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import event
@@ -20,12 +21,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm import session as session_module
 from sqlalchemy.pool import Pool
 
-from retrychaos.model.errors import SharingError, WorldError
+from retrychaos.model.errors import SharedError, SharingError, WorldError
 from retrychaos.model.values import short
+from retrychaos.world.handles import is_open
 from retrychaos.world.postgres_line import driver_of, holds_nothing
-from retrychaos.world.resource import Stage
+from retrychaos.world.resource import Blob, Stage
 from retrychaos.world.sql_texts import texts
-from retrychaos.world.sqlite import Handle, SqliteDatabase, identify
+from retrychaos.world.sqlite import Handle, SqliteDatabase, copy_aside, identify
 from retrychaos.world.sqlite_clock import follow_clock
 from retrychaos.world.sqlite_turns import TurnConnection, connecting
 
@@ -53,6 +55,9 @@ _UNSEEN = (
     "when it waits for another delivery. Let the job open its connections through an engine, or use duplicates=1."
 )
 
+_FILE = "sqlite:"
+"""Before the path in the name of a database."""
+
 
 class SqlSource:
     """Hooks into SQLAlchemy while installed."""
@@ -67,6 +72,8 @@ class SqlSource:
         self._used: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._blocked: list[sqlite3.Connection] = []
         """Connections to databases that were refused: nothing may run on them any more."""
+        self._copies: dict[str, str] = {}
+        """Files of which this process uses a copy, see part()."""
         self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._session_users: weakref.WeakKeyDictionary[Session, object] = weakref.WeakKeyDictionary()
         self._sessions: set[int] = set()
@@ -82,6 +89,7 @@ class SqlSource:
             (Pool, "checkout", self._on_checkout),
             (Session, "after_begin", self._on_session),
             (DefaultDialect, "do_executemany", self._executemany),
+            (DefaultDialect, "do_connect", self._connect),
         ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
         self._patched: list[tuple[Any, str, Any]] = []
@@ -126,6 +134,16 @@ class SqlSource:
             if user is owner:
                 self._used_sessions.discard(session)
 
+    def part(self, blobs: Mapping[str, Blob], folder: str) -> None:
+        for name, blob in blobs.items():
+            if not name.startswith(_FILE + os.sep):
+                continue  # in memory, or of another kind
+            path = name.removeprefix(_FILE)
+            if is_open(path):
+                raise SharedError(f"{path}: a connection from before the check would go to the original")
+            self._copies[path] = copy_aside(path, blob, folder)
+            self._stage.claim_path(self._copies[path])
+
     def end_delivery(self) -> None:
         """Sessions and connections are memory of the process: none survives into the next delivery."""
         for session in list(self._used_sessions):
@@ -151,6 +169,13 @@ class SqlSource:
         self._session_users.clear()
 
     # -- listeners --------------------------------------------------------------------------------------------------
+
+    def _connect(self, dialect: Any, record: Any, args: Any, options: Any) -> Any:
+        """The copy instead of the file; None for the usual connection."""
+        if not self._copies or not args or not isinstance(args[0], str) or options.get("uri"):
+            return None
+        copy = self._copies.get(os.path.realpath(args[0]))
+        return None if copy is None else dialect.connect(copy, *args[1:], **options)
 
     def _on_connect(self, connection: Any, record: Any) -> None:
         if self._stage.running:
@@ -279,8 +304,11 @@ class SqlSource:
                 self._ignored[id(raw)] = raw
                 return
             if path is not None:
+                if path not in self._copies.values():
+                    self._stage.keep_off(path)
                 self._stage.claim_path(path)
-            name = f"sqlite:{path}" if path is not None else f"sqlite:memory:{id(raw):x}"
+            original = next((file for file, copy in self._copies.items() if copy == path), path)
+            name = f"{_FILE}{original}" if path is not None else f"sqlite:memory:{id(raw):x}"
             known = self._stage.find(name)
             if known is None:
                 known = self._discover(raw, name, path, pool)

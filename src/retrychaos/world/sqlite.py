@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrychaos.model.errors import WorldError
+from retrychaos.model.errors import SharedError, WorldError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.world.resource import Blob, Stage
 from retrychaos.world.sqlite_effects import Effect, explain
@@ -74,6 +74,8 @@ class _Table:
 
 class SqliteDatabase:
     """A SQLite database, in a file or in the memory of one connection."""
+
+    private = True
 
     def __init__(self, stage: Stage, name: str, label: str, reader: sqlite3.Connection, path: str | None) -> None:
         self.stage = stage
@@ -505,6 +507,18 @@ def _untrace(connection: sqlite3.Connection) -> None:
         connection.set_trace_callback(None)
     except sqlite3.Error:
         pass
+
+
+def copy_aside(path: str, blob: Blob, folder: str) -> str:
+    """A copy of a database file in the state of `blob`. Raises SharedError if it could not stand for the file."""
+    with open(path, "rb") as file:
+        if file.read(20)[18:] == b"\2\2":
+            raise SharedError(f"{path}: in WAL mode, other locks hold than in the copy")
+    os.makedirs(folder, 0o700, exist_ok=True)
+    copy = os.path.join(os.path.realpath(folder), f"{len(os.listdir(folder))}.db")
+    with open(copy, "xb") as file:
+        file.write(b"".join(blob))
+    return copy
 
 
 def identify(connection: sqlite3.Connection) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from retrychaos.model.errors import SharedError
 from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.step import Step
 from retrychaos.world.resource import Blob, Resource, Source
@@ -113,6 +114,8 @@ class World:
         self.concurrent = False
         self.shifted = False
         """Stores draw other row ids than usual, to find the places where ids are kept."""
+        self.beside = False
+        """Another process delivers at the same time; see part()."""
 
     # -- for sources and resources (Stage) --------------------------------------------------------------------------
 
@@ -135,6 +138,8 @@ class World:
         return self.resources.get(name)
 
     def adopt(self, resource: Resource) -> None:
+        if not resource.private:
+            self.keep_off(resource.label)
         self.resources[resource.name] = resource
         wanted = self._wanted.pop(resource.name, None)
         if wanted is None and self.again is not None:
@@ -157,6 +162,10 @@ class World:
     def fail(self, problem: Exception) -> None:
         if self.recorder is not None:
             self.recorder.fail(problem)
+
+    def keep_off(self, what: str) -> None:
+        if self.beside:
+            self.refuse(SharedError(what))
 
     def doubt(self, reason: str) -> None:
         if self.recorder is not None:
@@ -199,6 +208,17 @@ class World:
 
     def options(self, name: str) -> Any:
         return self._options[name]
+
+    @property
+    def private(self) -> bool:
+        """A fork has a world of its own, as far as resources are known; or can be given one by part()."""
+        return all(resource.private for resource in self.resources.values())
+
+    def part(self, saved: Saved, folder: str) -> None:
+        """This process, a fork, is going to deliver from `saved` while its parent delivers. Raises SharedError."""
+        self.beside = True
+        for source in self.sources:
+            source.part(saved.blobs, folder)
 
     # -- for deliveries and the explorer ----------------------------------------------------------------------------
 
