@@ -83,8 +83,8 @@ def take_result(result: str, images: int) -> None:
     with Session() as session:
         if session.get(Result, result):
             return
-        session.add(Result(id=result, images=images))
         job = session.get_one(Job, 1)
+        session.add(Result(id=result, images=images))
         left = job.progress["left"] - images
         job.progress = {"left": left}
         job.state = "started" if left else "success"

@@ -173,6 +173,7 @@ class Chaos:
         """Set up a world, put a question to the job in it, and leave everything as the clean run did, or as it was."""
         global _running
         _refuse_misuse(job)
+        self.options.check_together()
         if _running:
             raise ChaosError("a check is running already in this process: a job under check must not check another.")
         _checks[name] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import os
@@ -24,8 +25,11 @@ _OPTIONS = {
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
     "duplicates": "deliveries of the message that are alive at the same time, at most; 1 turns that off",
     "faults": "false: errors and lost replies are not in this version yet",
+    "order": "true: it is a fault if the order of siblings makes a difference (default: false)",
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }
+_IN_CODE_ONLY = ("rivals", "siblings", "then")
+"""Options that hold functions. They are known here only to say so, if somebody writes them in an ini file or a flag."""
 _PROPERTY = "retrychaos"
 
 
@@ -48,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"--chaos-{name}", dest=f"chaos_{name}", default=None, metavar=name.upper(), help=text)
         kind: Any = "linelist" if name in ("tolerate", "volatile", "scratch") else None
         parser.addini(f"chaos_{name}", help=text, type=kind, default=None)
+    for name in _IN_CODE_ONLY:
+        group.addoption(f"--chaos-{name}", dest=f"chaos_{name}", default=None, help=argparse.SUPPRESS)
+        parser.addini(
+            f"chaos_{name}", help="takes functions, so only in the test: the fixture or the mark", default=None
+        )
     group.addoption(
         "--chaos-replay",
         dest="chaos_replay",
@@ -71,8 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _check_settings(config: pytest.Config) -> None:
     """Mistakes in ini files and flags are told before the first test, not once a test."""
     token = config.getoption("chaos_replay")
-    written = {name: text for name in _OPTIONS if (text := _ini_text(config, name)) is not None}
-    flags = {name: text for name in _OPTIONS if (text := config.getoption(f"chaos_{name}")) is not None}
+    names = (*_OPTIONS, *_IN_CODE_ONLY)
+    written = {name: text for name in names if (text := _ini_text(config, name)) is not None}
+    flags = {name: text for name in names if (text := config.getoption(f"chaos_{name}")) is not None}
     if not written and not flags and token is None:
         return
     from retrychaos.model.errors import OptionError, PlanError

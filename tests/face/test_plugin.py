@@ -560,6 +560,7 @@ def test_every_option_in_every_place(tester: pytest.Pytester) -> None:
         chaos_duplicates = 1
         chaos_faults = false
         chaos_late = no
+        chaos_order = no
         chaos_tolerate =
             mail
             push, sms
@@ -593,6 +594,10 @@ def test_every_option_in_every_place(tester: pytest.Pytester) -> None:
         "volatile": ["jobs.attempts", "jobs.seen"],
         "isolation": "process",
         "scratch": ["redis://localhost:6399"],
+        "rivals": [],
+        "siblings": [],
+        "order": False,
+        "then": [],
     }
     flags = "--chaos-budget=7 --chaos-isolation=sample --chaos-tolerate=fax --chaos-volatile= --chaos-crashes=9"
     given = options(*flags.split())

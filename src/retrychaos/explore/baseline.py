@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -24,17 +24,22 @@ class Baseline:
     """The clean run and the judge of all others; or, in `unstable`, why two clean runs cannot be compared."""
 
     run: Outcome
+    whole: Outcome
+    """With all that follows the job."""
     second: Outcome
     judge: Judge
     unstable: str = ""
 
 
-def first_run(runner: Runner, at: float, limit: float) -> Outcome:
-    """A clean run. Raises BaselineError if it fails, does not end or does nothing; or what made the world refuse."""
+def first_run(runner: Runner, at: float, limit: float, alone: bool = True) -> Outcome:
+    """A clean run. Raises BaselineError if it fails, does not end or does nothing; or what made the world refuse.
+
+    alone: nobody else is there for whom it could wait; else it may also fail or do nothing.
+    """
     outcome = runner.run(Order(None, at, 1, "1", traced=True, limit=limit), keep_all)
     if outcome.cause is not None:
         raise outcome.cause
-    if outcome.end == "failed":
+    if outcome.end == "failed" and alone:
         locked = "database is locked" in outcome.error
         hint = " Does the test, or a fixture, hold a transaction open? Commit it before the check." if locked else ""
         raise BaselineError(
@@ -49,7 +54,7 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
             f"the job did not end in the clean run ({why}; {done}). So no baseline exists to compare with. Look for an "
             "endless loop, or raise the option budget."
         )
-    if not outcome.changes and not outcome.doubts:
+    if not outcome.changes and not outcome.doubts and alone:
         seen = f"{len(outcome.steps)} steps were seen, none changed anything" if outcome.steps else "no step was seen"
         raise BaselineError(
             f"the job had no effect in the clean run ({seen}), so there is nothing to check. Arrange data that makes "
@@ -60,19 +65,35 @@ def first_run(runner: Runner, at: float, limit: float) -> Outcome:
 
 
 def establish(
-    runner: Runner, canon: Canon, first: Outcome, found: Facts, options: Options, at: float, limit: float
+    runner: Runner,
+    canon: Canon,
+    first: Outcome,
+    found: Facts,
+    options: Options,
+    at: float,
+    limit: float,
+    follow: Callable[[Outcome, bool], Outcome] = lambda outcome, _: outcome,
 ) -> Baseline:
-    """Run the clean run again with other clock, chance and ids, and learn from the differences."""
+    """Run the clean run again with other clock, chance and ids, and learn from the differences.
+
+    follow: adds to a run what comes after it.
+    """
+    whole = follow(first, False)
     for shifted in (True, False):  # a job may know the ids that its rows get; then those are no names
-        order = Order(None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=shifted, limit=limit)
+        order = Order(
+            None, at + SECOND_RUN_LATER, 2, "second clean run", traced=True, shifted=shifted, limit=limit, ends=True
+        )
         second = runner.run(order, keep_none)
         if second.cause is not None:
             raise second.cause
         unstable = _differing_steps(first, second)
         if not unstable:
+            second = follow(second, shifted)
+            unstable = _differing_steps(whole, second)
+        if not unstable:
             break
-    unstable = unstable or _learn(canon, first, second, options)
-    judge = make_judge(canon, first, found, options)
+    unstable = unstable or learn(canon, whole, second, options)
+    judge = make_judge(canon, whole, found, options)
     if unstable:
         deviation = judge.judge(second.facts)
         if deviation is not None and deviation.differences:
@@ -80,7 +101,7 @@ def establish(
             unstable += f" If a value is random or comes from outside, declare it: volatile=[{cells}]."
             lines = "; ".join(f"{line.effect}: {line.row}" for line in deviation.differences[:3])
             unstable += f" First difference: {lines}."
-    return Baseline(first, second, judge, unstable)
+    return Baseline(first, whole, second, judge, unstable)
 
 
 def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> Judge:
@@ -116,7 +137,8 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
     return learned
 
 
-def _learn(canon: Canon, first: Outcome, second: Outcome, options: Options) -> str:
+def learn(canon: Canon, first: Outcome, second: Outcome, options: Options) -> str:
+    """Learn from the differences of two clean runs. Gives the reason if they cannot be compared."""
     canon.fingerprint(first.facts)  # row ids that were drawn are known before rows are compared
     canon.fingerprint(second.facts)
     relearn(canon, first, second)

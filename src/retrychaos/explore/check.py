@@ -18,7 +18,9 @@ from retrychaos.explore.closure import (
     Suspect,
     redelivery,
 )
+from retrychaos.explore.company import Around, Cast, Company, Orders, whole_run
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
+from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
@@ -28,7 +30,7 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import DEFAULT_OVERLAP, Options
 from retrychaos.model.plan import Plan, parse
-from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Finding, Ledger, Report, Run
+from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Delivery, Finding, Ledger, Report, Run
 from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
 
@@ -43,6 +45,7 @@ _SHARED_MEMORY = (
     "overlap here "
     "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
 )
+_BESIDE = "Rivals and siblings run while a delivery is alive, so with them duplicates=1 is not enough."
 _perf_counter = time.perf_counter
 
 
@@ -75,75 +78,95 @@ class Check:
         self._clean_run_done = clean_run_done
         self._started = _perf_counter()
         self._forked: Forked | None = None
+        self._orders: Orders | None = None
         self._start = workshop.clock.base
+        self._cast = Cast.of(options)
+        self._jobs = [Job(other.function, other.args) for other in self._cast.others]
         self.canon = Canon(workshop.clock, workshop.chance, workshop.world.found_facts)
 
     # -- the two questions ------------------------------------------------------------------------------------------
 
     def explore(self) -> Checked:
         """Is the job idempotent?"""
-        runner: Runner = Here(self._workshop, self._job)
-        first = first_run(runner, self._start, self._limit())
+        runner: Runner = Here(self._workshop, self._job, self._jobs)
+        first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         self._clean_run_done()
         clean = first.saved
-        if not first.changes:
+        if not first.changes and not self._cast.siblings:
             return Checked(self._unseen(first), clean)
         if self._options.isolation == "process":
             return Checked(self._close(self._fork(), None, "every delivery ran in a process of its own"), clean)
-        self._sample_ahead(first)
+        if first.changes and first.end == "done":
+            self._sample_ahead(first)
         report = self._close(runner, first)
         return Checked(report, clean)
 
     def run(self, token: str) -> tuple[Run, Saved | None]:
         """What comes of one plan?"""
         plan = parse(token, self._name)
-        runner: Runner = Here(self._workshop, self._job)
-        first = first_run(runner, self._start, self._limit())
+        runner: Runner = Here(self._workshop, self._job, self._jobs)
+        first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         self._clean_run_done()
         if plan.turns:
             return self._run_turns(plan, runner, first), first.saved
         runner = self._fork()  # a plan may rest on memory that only a fresh process has lost
         found = self._found()
-        again = first_run(runner, self._start, self._limit())
-        baseline = establish(runner, self.canon, again, found, self._options, self._start, self._limit())
+        again = first_run(runner, self._start, self._limit(), not self._cast.siblings)
+        _, company = self._establish(runner, again, found)
         done = perform(plan, runner, self._start, self._limit())
-        deviation = self._deviation(done, baseline.judge)
+        deviation, after = self._deviation(done, company)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
         differences = deviation.differences if deviation else ()
         kind, effect = (deviation.kind, deviation.effect) if deviation else ("", "")
-        return Run(plan, done.timeline, differences, kind, effect), first.saved
+        return Run(plan, (*done.timeline, *after), differences, kind, effect), first.saved
 
     def _run_turns(self, plan: Plan, runner: Runner, first: Outcome) -> Run:
-        baseline = establish(runner, self.canon, first, self._found(), self._options, self._start, self._limit())
-        done = perform_turns(plan, self._workshop, self._job, self._start, self._limit())
-        deviation = deviation_of(done, baseline.judge)
+        _, company = self._establish(runner, first, self._found())
+        if plan.turns[0].kind == "order":
+            if self._orders is None:
+                raise PlanError("the token no longer fits: it is an order of messages, and no siblings are given now.")
+            found, served = self._orders.replay(plan, self._make_judge)
+            plan = replace(plan, steps=sum(len(delivery.steps) for delivery in served.timeline))
+            if found is None:
+                return Run(plan, served.timeline, ())
+            return Run(plan, served.timeline, found.differences, found.kind, found.effect)
+        others = self._cast.others
+        done = perform_turns(plan, self._workshop, self._job, self._start, self._limit(), others)
+        deviation, timeline = deviation_of(done, company)
         plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline))
         if deviation is None:
-            return Run(plan, done.timeline, (), moments=done.moments)
-        return Run(plan, done.timeline, deviation.differences, deviation.kind, deviation.effect, done.moments)
+            return Run(plan, timeline, (), moments=done.moments)
+        return Run(plan, timeline, deviation.differences, deviation.kind, deviation.effect, done.moments)
 
     # -- exploring --------------------------------------------------------------------------------------------------
 
     def _close(self, runner: Runner, first: Outcome | None, note: str = "") -> Report:
         if first is None:
-            first = first_run(runner, self._start, self._limit())
+            first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         found = self._found()
-        baseline = establish(runner, self.canon, first, found, self._options, self._start, self._limit())
+        baseline, company = self._establish(runner, first, found)
         if baseline.unstable:
             doubts = [*first.doubts, *baseline.second.doubts]
             if isinstance(runner, Here) and not doubts:
                 return self._close(self._fork(), None, _REMEMBERS)  # the first run may have left memory to the second
             return self._inconclusive([*doubts, baseline.unstable][0], _ledger(baseline), len(first.steps))
+        if self._orders is not None and self._options.order:
+            findings = self._orders.reordered(self._make_judge)
+            if findings:
+                return self._depends_on_order(findings, baseline, company)
+        if not _has_effect(first):
+            return self._with_duplicates(self._uncovered(baseline, company), baseline, company, note == _REMEMBERS)
         spent = False
         while True:
-            closure = self._closure(runner, baseline)
+            closure = self._closure(runner, baseline, company)
             try:
                 closure.explore()
             except OutOfBudget:
                 spent = True
             except Relearned:
-                judge = make_judge(self.canon, baseline.run, found, self._options)
+                judge = make_judge(self.canon, baseline.whole, found, self._options)
                 baseline = replace(baseline, judge=judge)
+                company = Company(company.around, judge, self._cast, self._judges())
                 continue
             break
         try:
@@ -153,19 +176,33 @@ class Check:
             spent = True
         if isinstance(runner, Here):
             self._fork().end()
-        report = self._report(runner, baseline, closure, spent, note)
-        if report.verdict != PROVEN or self._options.duplicates == 1:
+        report = self._report(runner, baseline, closure, company, spent, note)
+        if report.verdict != PROVEN or (self._options.duplicates == 1 and not self._cast.visits):
             return report
-        return self._with_duplicates(report, baseline, closure, note == _REMEMBERS)
+        return self._with_duplicates(report, baseline, company, note == _REMEMBERS, closure.bounded)
 
-    def _with_duplicates(self, report: Report, baseline: Baseline, closure: Closure, remembers: bool) -> Report:
+    def _depends_on_order(self, findings: list[Finding], baseline: Baseline, company: Company) -> Report:
+        report = self._inconclusive("", _ledger(baseline), len(baseline.run.steps))
+        said = f"none: whole runs in another order leave another ledger{self._company_said()}"
+        return replace(report, verdict=FAILED, guarantee=said, findings=tuple(findings), runs=company.around.runs)
+
+    def _uncovered(self, baseline: Baseline, company: Company) -> Report:
+        """A job that has something to do only after others: there is nothing to say of it alone."""
+        report = self._inconclusive("", _ledger(baseline), len(baseline.run.steps))
+        warnings = tuple(company.around.notes)
+        return replace(report, verdict=PROVEN, guarantee="", states=0, runs=company.around.runs, warnings=warnings)
+
+    def _with_duplicates(
+        self, report: Report, baseline: Baseline, company: Company, remembers: bool, bounded: bool = False
+    ) -> Report:
         """The job is right under crashes, one delivery at a time. Is it, where they overlap?"""
         if remembers:
             return self._doubtful(report, Overlapped(reason=_SHARED_MEMORY))
         most = self._options.crashes
         scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
-        judge, steps = baseline.judge, len(baseline.run.steps)
-        done = overlap(self._name, self._workshop, self._job, judge, self._start, scope, steps, self._overlap_limit())
+        steps, limit = len(baseline.run.steps), self._overlap_limit()
+        company.around.limit, company.around.spent = limit, OutOfTime
+        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit)
         report = replace(
             report,
             states=report.states + done.states,
@@ -175,24 +212,31 @@ class Check:
         )
         if done.findings:
             fewest = min(finding.plan.crashes for finding in done.findings)
+            alone = self._options.duplicates == 1
+            when = "when other code comes in between" if alone else "when deliveries overlap"
             return replace(
                 report,
                 verdict=FAILED,
                 findings=done.findings,
-                guarantee=f"none: a fault shows when deliveries overlap, with {_count(fewest)}",
+                guarantee=f"none: a fault shows {when}, with {_count(fewest)}{self._tail(baseline.judge)}",
             )
         if done.reason or done.spent:
+            if done.reason and self._cast.visits:
+                done = replace(done, reason=f"{done.reason} {_BESIDE}")
             return self._doubtful(report, done)
         crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
-        tail = report.guarantee[report.guarantee.index("closed)") + len("closed)") :]
-        bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded or done.bounded else ""
+        tail = self._tail(baseline.judge)
+        bound = f", at most {MAX_DELIVERIES} deliveries" if bounded or done.bounded else ""
         late = "at once and after each expiry" if self._options.late else "at once"
+        how = f"one delivery at a time, redelivered {late}"
+        if self._options.duplicates > 1:
+            up_to = f"up to {self._options.duplicates} deliveries that overlap in every order of their steps"
+            how = f"redelivered {late}, and {up_to}"
         return replace(
             report,
             guarantee=(
-                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, redelivered {late}, and up to "
-                f"{self._options.duplicates} deliveries that overlap in every order of their steps: the ledger is that "
-                f"of a clean run ({_states(report.states)}, closed){tail}"
+                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, {how}: the ledger is that of a "
+                f"clean run ({_states(report.states)}, closed){tail}"
             ),
         )
 
@@ -211,19 +255,54 @@ class Check:
             guarantee=f"none: {reason}",
             stop_reason=reason,
             budget_spent=done.spent and not done.reason,
-            notes=(*report.notes, covered),
+            notes=(*report.notes, *([covered] if report.guarantee else [])),
         )
 
     def _overlap_limit(self) -> Limit:
         """The time for deliveries that overlap."""
         budget = self._options.budget
-        return Limit(DEFAULT_OVERLAP if budget is None else max(0.0, self._started + budget - _perf_counter()))
+        if budget is None and not self._cast.visits:
+            return Limit(DEFAULT_OVERLAP)
+        return Limit(max(0.0, self._started + self._options.seconds - _perf_counter()))
 
-    def _closure(self, runner: Runner, baseline: Baseline) -> Closure:
+    def _establish(self, runner: Runner, first: Outcome, found: Facts) -> tuple[Baseline, Company]:
+        """The baseline, and who judges by it."""
+        around = Around(
+            runner, self._cast.others, self.canon.fingerprint, self._start, self._limit_or_stop, OutOfBudget
+        )
+
+        def follow(outcome: Outcome, shifted: bool) -> Outcome:
+            return whole_run(around, outcome, self._cast, shifted, self._limit())
+
+        limit = self._limit()
+        if not _has_effect(first) and self._cast.siblings:
+            orders = self._orders = Orders(self._name, around, self._cast, self._limit)
+            unstable = orders.learn(self.canon, self._options)
+            some = next(order for order in orders.messages() if not orders.serve(order).stuck)
+            served, second = orders.serve(some), orders.serve(some, shifted=True)
+            judge = self._make_judge(served.outcome)
+            baseline = Baseline(served.own, served.outcome, second.outcome, judge, unstable)
+            return baseline, Company(around, judge, self._cast, self._judges())
+        baseline = establish(runner, self.canon, first, found, self._options, self._start, limit, follow)
+        if self._cast.visits and not baseline.unstable:
+            self._orders = Orders(self._name, around, self._cast, self._limit)
+            unstable = self._orders.learn(self.canon, self._options)
+            baseline = replace(baseline, judge=self._make_judge(baseline.whole), unstable=unstable)
+        return baseline, Company(around, baseline.judge, self._cast, self._judges())
+
+    def _make_judge(self, outcome: Outcome) -> Judge:
+        return make_judge(self.canon, outcome, self._found(), self._options)
+
+    def _judges(self) -> dict[frozenset[int], list[Judge]]:
+        """The judges of serial orders, if anybody else is there."""
+        return {} if self._orders is None else self._orders.judges(self._make_judge)
+
+    def _closure(self, runner: Runner, baseline: Baseline, company: Company) -> Closure:
         crashes = self._options.crashes
         most = None if crashes == "any" else int(crashes)
         scope = Scope(most, self._options.late)
-        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, self._limit_or_stop)
+        limit = self._limit_or_stop
+        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, limit, company)
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
@@ -245,7 +324,7 @@ class Check:
             return False
         forked = self._fork()
         for state, saved in samples:
-            order = replace(closure.order(state, state.wait), start=saved)
+            order = replace(closure.order(state, state.wait), start=saved, ends=False)
             beside = forked.begun(order)
             if beside is not None and beside.end != "stopped" and closure.digest(beside) == state.digest:
                 continue
@@ -260,8 +339,12 @@ class Check:
 
     # -- the verdict ------------------------------------------------------------------------------------------------
 
-    def _report(self, runner: Runner, baseline: Baseline, closure: Closure, spent: bool, note: str) -> Report:
-        findings, unconfirmed = self._findings(runner, baseline, closure)
+    def _report(
+        self, runner: Runner, baseline: Baseline, closure: Closure, company: Company, spent: bool, note: str
+    ) -> Report:
+        findings, unconfirmed = self._findings(runner, closure, company)
+        closure.doubts += [doubt for doubt in company.around.doubts if doubt not in closure.doubts]
+        closure.notes += [each for each in company.around.notes if each not in closure.notes]
         reason = ""
         if findings:
             verdict = FAILED
@@ -288,7 +371,7 @@ class Check:
             findings=tuple(findings),
             baseline=_ledger(baseline),
             states=len(closure.states) - closure.waiting,
-            runs=closure.runs,
+            runs=closure.runs + company.around.runs,
             boundaries=closure.boundaries,
             stop_reason=reason,
             budget_spent=spent and verdict == INCONCLUSIVE,
@@ -307,21 +390,36 @@ class Check:
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
         late = "at once and after each expiry" if self._options.late else "at once"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
-        needed = ", ".join(sorted(baseline.judge.tolerated))
-        tolerated = f"; tolerated: {needed} more than once" if needed else ""
-        ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
+        tail = self._tail(baseline.judge)
         boundaries = len(baseline.run.steps) + 1
         if verdict == PROVEN:
             return (
                 f"{crashes}{bound} at any of {boundaries} boundaries, one delivery at a time, redelivered {late}: "
-                f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tolerated}{ignored}"
+                f"the ledger is that of a clean run ({_states(len(closure.states))}, closed){tail}"
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
         fewest = min(suspect.plan.crashes for suspect in closure.suspects)
-        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tolerated}{ignored}"
+        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tail}"
 
-    def _findings(self, runner: Runner, baseline: Baseline, closure: Closure) -> tuple[list[Finding], list[str]]:
+    def _tail(self, judge: Judge) -> str:
+        """The end of a guarantee: what else was declared."""
+        needed = ", ".join(sorted(judge.tolerated))
+        tolerated = f"; tolerated: {needed} more than once" if needed else ""
+        ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
+        return f"{tolerated}{ignored}{self._company_said()}"
+
+    def _company_said(self) -> str:
+        """The other jobs, as the guarantee has them."""
+        siblings = "with siblings" + (" in every order" if self._options.order else "")
+        said = (
+            ("with rivals", self._options.rivals),
+            (siblings, self._options.siblings),
+            ("followed by", self._options.then),
+        )
+        return "".join(f"; {word}: {', '.join(each.name for each in others)}" for word, others in said if others)
+
+    def _findings(self, runner: Runner, closure: Closure, company: Company) -> tuple[list[Finding], list[str]]:
         """The smallest plan of each cause, replayed; and why some could not be confirmed."""
         groups: dict[tuple[str, str], list[Suspect]] = {}
         for suspect in closure.suspects:
@@ -335,7 +433,7 @@ class Check:
             except PlanError as problem:
                 unconfirmed.append(f"a fault was found that does not repeat: the job is not deterministic. {problem}")
                 continue
-            deviation = self._deviation(done, baseline.judge)
+            deviation, after = self._deviation(done, company)
             if deviation is None or deviation.kind != kind:
                 unconfirmed.append(
                     f"a fault was found that does not repeat ({kind} {effect}, plan {suspect.plan.token}), so the job "
@@ -349,7 +447,7 @@ class Check:
                     kind,
                     effect,
                     plan,
-                    done.timeline,
+                    (*done.timeline, *after),
                     deviation.differences,
                     tuple(also[:_ALSO_SHOWN]),
                     max(0, len(also) - _ALSO_SHOWN),
@@ -358,12 +456,15 @@ class Check:
             )
         return findings, unconfirmed
 
-    def _deviation(self, done: Performance, judge: Judge) -> Deviation | None:
-        found = judge.judge(done.facts, done.elapsed)
+    def _deviation(self, done: Performance, company: Company) -> tuple[Deviation | None, tuple[Delivery, ...]]:
+        """How the ledger differs, and the deliveries of other jobs after those of the plan."""
         if done.end == "done":
-            return found
+            found, ran = company.follow(done.facts, done.elapsed, done.saved, len(done.timeline) + 1)
+            return found, ran.timeline
+        found = company.compare(done.facts, done.elapsed)
         differences = found.differences if found else ()
-        return Deviation("stuck", done.error or "it waits for ever", differences, "no later delivery gets further")
+        reason = "no later delivery gets further"
+        return Deviation("stuck", done.error or "it waits for ever", differences, reason), ()
 
     def _unseen(self, first: Outcome) -> Report:
         """Nothing changed in the ledger, but the job has done something outside of it."""
@@ -402,7 +503,7 @@ class Check:
 
     def begin(self) -> None:
         """The process that others are forked from begins before the job has run for the first time."""
-        self._forked = Forked(self._workshop, self._job)
+        self._forked = Forked(self._workshop, self._job, self._jobs)
 
     def close(self) -> None:
         """No process is left."""
@@ -414,7 +515,7 @@ class Check:
 def _ledger(baseline: Baseline) -> Ledger:
     rows: dict[str, dict[str, int]] = {}
     judge = baseline.judge
-    for resource, version in baseline.run.facts.items():
+    for resource, version in baseline.whole.facts.items():
         found = judge.canon.neutral.get(resource)
         for name, relation in version.relations.items():
             before = found.relations.get(name) if found is not None else None
@@ -426,6 +527,10 @@ def _ledger(baseline: Baseline) -> Ledger:
                 text = judge.describe(relation, row, view)
                 counted[text] = counted.get(text, 0) + 1
     return Ledger(rows)
+
+
+def _has_effect(first: Outcome) -> bool:
+    return first.end == "done" and bool(first.changes or first.doubts)
 
 
 def _left_behind(judge: Judge) -> list[str]:

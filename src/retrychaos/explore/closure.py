@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from retrychaos.explore.baseline import Baseline, relearn
 from retrychaos.explore.canon import Canon
+from retrychaos.explore.company import Company
 from retrychaos.explore.runner import Runner
 from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Leg, Plan, steps_mark
 from retrychaos.model.step import Step
-from retrychaos.runtime.delivery import LADDER, Change, Order, Outcome, keep_none
+from retrychaos.runtime.delivery import LADDER, REDELIVERY_DELAY, Change, Order, Outcome, keep_none
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
@@ -26,8 +27,6 @@ MAX_DELIVERIES = 25
 _MOST_TWINS = 2
 _LONGEST_ROUND = 5
 """Steps of a loop that waits, its sleep included."""
-REDELIVERY_DELAY = 1.0
-"""Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,7 @@ class Closure:
         start: float,
         scope: Scope,
         limit: Callable[[], float],
+        company: Company,
     ) -> None:
         self.states: dict[bytes, State] = {}
         self.runs = 2  # the clean ones
@@ -124,6 +124,7 @@ class Closure:
         self._runner = runner
         self._canon = canon
         self._baseline = baseline
+        self._company = company
         self._scope = scope
         self._limit = limit
         self._queue: deque[State] = deque()
@@ -132,7 +133,7 @@ class Closure:
         self._twin_marks: set[bytes] = set()
         self.root = State(canon.fingerprint(found), None, start, 0, 0)
         self.states[self.root.mark] = self.root
-        for run in (baseline.run, baseline.second):
+        for run in (baseline.whole, baseline.second):
             self._note(run)
         order = Order(None, start, 1, "1")
         self._absorb(self.root, baseline.run, list(baseline.run.changes), order)
@@ -172,7 +173,8 @@ class Closure:
 
     def order(self, state: State, wait: int = 0) -> Order:
         """The delivery from a state."""
-        return redelivery(state.saved, state.at + wait, state.deliveries + 1, self._limit())
+        order = redelivery(state.saved, state.at + wait, state.deliveries + 1, self._limit())
+        return replace(order, ends=True) if self._company.waits else order
 
     def digest(self, outcome: Outcome) -> bytes:
         """What two runs from one state must have in common; not how often they looked whether they may go on."""
@@ -248,7 +250,7 @@ class Closure:
             state.digest = self.digest(outcome)
         wait = round(order.at - state.at - REDELIVERY_DELAY) if state.parent or state.wait else 0
         if outcome.end == "done":
-            deviation = self._baseline.judge.judge(outcome.facts, outcome.clock - self.root.at)
+            deviation = self._company.judge(outcome.facts, outcome.clock - self.root.at, lambda: outcome.saved)
             if deviation is not None:
                 if deviation.kind == "changed":
                     self._look_again(order.at)
@@ -284,7 +286,7 @@ class Closure:
         new = State(mark, change.saved, change.clock, state.deliveries + 1, crashes, state, leg, place)
         new.raw = _raw(change.facts)
         new.expiries = tuple(sorted({end for version in change.facts.values() for end in version.expiries}))
-        new.beyond_repair = self._baseline.judge.excess(change.facts)
+        new.beyond_repair = self._company.excess(change.facts)
         self.states[mark] = new
         # States are visited in the order of their crashes, so that the first counterexample has the fewest.
         if nacked:
@@ -349,6 +351,8 @@ class Closure:
         return [*_until_ends(state), *(int(rung) for rung in LADDER)]
 
     def _report_stuck(self) -> None:
+        if self._company.cast.siblings:
+            return  # another message may be what it waits for, which is seen where they overlap
         for state in self.states.values():
             if state.end not in ("failed", "hung"):
                 continue

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from retrychaos.explore.company import Company
 from retrychaos.explore.interleaving import Ending, Interleaving, OutOfTime, Scope
-from retrychaos.explore.judge import Deviation, Judge
+from retrychaos.explore.judge import Deviation
 from retrychaos.explore.sampling import sample
 from retrychaos.explore.schedule import Performed, perform_turns, plan_of, smallest
 from retrychaos.explore.transitions import Surprise
 from retrychaos.model.errors import PlanError, SharingError
 from retrychaos.model.plan import Plan
-from retrychaos.model.report import Finding
+from retrychaos.model.report import Delivery, Finding
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Hung
 
@@ -66,7 +67,7 @@ def overlap(
     name: str,
     workshop: Workshop,
     job: Job,
-    judge: Judge,
+    company: Company,
     start: float,
     scope: Scope,
     steps: int,
@@ -76,24 +77,24 @@ def overlap(
     alone = next(filter(None, (resource.alone for resource in workshop.world.resources.values())), "")
     if alone:
         return Overlapped(reason=alone)
-    done = _explore(name, workshop, job, judge, start, scope, limit.part(_FOR_SEARCH), careful=False)
+    done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), careful=False)
     if done is None:
         # What was learned from one delivery did not hold for another, or at another time: tell these apart.
-        done = _explore(name, workshop, job, judge, start, scope, limit.part(_FOR_SEARCH), careful=True)
+        done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), careful=True)
     assert done is not None
     if not done.spent:
         return done
-    tried = sample(name, workshop, job, judge, start, scope, steps, limit)
+    tried = sample(name, workshop, job, company, start, scope, steps, limit)
     done = replace(done, runs=done.runs + tried.tried, sampled=tried.tried)
     if tried.plan is None:
         return done
-    performed = perform_turns(tried.plan, workshop, job, start, 5.0)
-    deviation = deviation_of(performed, judge)
+    performed = perform_turns(tried.plan, workshop, job, start, 5.0, company.cast.others)
+    deviation, timeline = deviation_of(performed, company)
     if deviation is None:
         return replace(
             done, reason="a fault was found that does not repeat, so the job is not deterministic", spent=False
         )
-    finding = _finding(tried.plan, performed, deviation.kind, deviation.effect, deviation)
+    finding = _finding(tried.plan, performed, deviation.kind, deviation.effect, deviation, timeline)
     return replace(done, findings=(finding,), spent=False)
 
 
@@ -101,13 +102,13 @@ def _explore(
     name: str,
     workshop: Workshop,
     job: Job,
-    judge: Judge,
+    company: Company,
     start: float,
     scope: Scope,
     limit: Callable[[], float],
     careful: bool,
 ) -> Overlapped | None:
-    search = Interleaving(workshop, job, judge, start, scope, limit, shared=not careful, timed=careful)
+    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=careful)
     reason, spent = "", False
     try:
         search.explore()
@@ -134,7 +135,10 @@ def _explore(
         notes=tuple(search.notes),
         switches=search.switches,
     )
-    findings, unconfirmed = _findings(name, search, workshop, job, judge, start, limit) if search.endings else ([], "")
+    search.doubts += [doubt for doubt in company.around.doubts if doubt not in search.doubts]
+    findings, unconfirmed = (
+        _findings(name, search, workshop, job, company, start, limit) if search.endings else ([], "")
+    )
     if findings:
         return replace(found, findings=tuple(findings), reason="", spent=False)
     if not reason and (search.doubts or unconfirmed):
@@ -147,7 +151,7 @@ def _findings(
     search: Interleaving,
     workshop: Workshop,
     job: Job,
-    judge: Judge,
+    company: Company,
     start: float,
     limit: Callable[[], float],
 ) -> tuple[list[Finding], str]:
@@ -158,40 +162,47 @@ def _findings(
     findings: list[Finding] = []
     unconfirmed = ""
     for (kind, effect), endings in list(groups.items())[:_MOST_FINDINGS]:
-        plan = plan_of(name, search, smallest(search, frozenset(ending.node for ending in endings)))
+        way = smallest(search, frozenset(ending.node for ending in endings))
+        if endings[0].last is not None:
+            way.append((endings[0].node, endings[0].last))
+        plan = plan_of(name, search, way)
         try:
-            done = perform_turns(plan, workshop, job, start, 5.0)
+            done = perform_turns(plan, workshop, job, start, 5.0, company.cast.others)
         except (PlanError, Hung, SharingError) as problem:
             unconfirmed = f"a fault was found that does not repeat: {problem}"
             continue
-        deviation = deviation_of(done, judge)
+        deviation, timeline = deviation_of(done, company)
         if deviation is None or deviation.kind != kind:
             unconfirmed = (
                 f"a fault was found that does not repeat ({kind} {effect}), so the job is not deterministic. Look for "
                 "random choices and the time of day."
             )
             continue
-        findings.append(_finding(plan, done, kind, effect, deviation))
+        findings.append(_finding(plan, done, kind, effect, deviation, timeline))
     return findings, unconfirmed
 
 
-def _finding(plan: Plan, done: Performed, kind: str, effect: str, deviation: Deviation) -> Finding:
+def _finding(
+    plan: Plan, done: Performed, kind: str, effect: str, deviation: Deviation, timeline: tuple[Delivery, ...]
+) -> Finding:
     plan = replace(plan, steps=sum(len(delivery.steps) for delivery in done.timeline), mark=done.mark)
     return Finding(
         kind,
         effect,
         plan,
-        done.timeline,
+        timeline,
         deviation.differences,
         reason=deviation.reason,
         moments=done.moments,
     )
 
 
-def deviation_of(done: Performed, judge: Judge) -> Deviation | None:
-    """How the ledger that a plan leaves differs from the baseline."""
-    found = judge.judge(done.facts, done.elapsed)
+def deviation_of(done: Performed, company: Company) -> tuple[Deviation | None, tuple[Delivery, ...]]:
+    """How the ledger that a plan leaves differs from the baseline; and the timeline, with all that follows."""
     if not done.open:
-        return found
+        found, ran = company.follow(done.facts, done.elapsed, done.saved, len(done.timeline) + 1, done.ran)
+        return found, (*done.timeline, *ran.timeline)
+    found = company.compare(done.facts, done.elapsed, done.ran)
     differences = found.differences if found else ()
-    return Deviation("stuck", done.error or "it waits for ever", differences, "no delivery gets any further")
+    reason = "no delivery gets any further"
+    return Deviation("stuck", done.error or "it waits for ever", differences, reason), done.timeline

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrychaos.explore.judge import Judge
+from retrychaos.explore.company import VISITOR_PID, Company
 from retrychaos.explore.transitions import (
     CLOCK,
     UNSTARTED,
@@ -73,6 +73,8 @@ class Ending:
     node: Node
     kind: str
     effect: str
+    last: Move | None = None
+    """One move more, to show what happens there."""
 
 
 class OutOfTime(Exception):
@@ -86,7 +88,7 @@ class Interleaving:
         self,
         workshop: Workshop,
         job: Job,
-        judge: Judge,
+        company: Company,
         start: float,
         scope: Scope,
         limit: Callable[[], float],
@@ -100,12 +102,13 @@ class Interleaving:
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.endings: list[Ending] = []
-        self.root = Node((), 0, (), scope.duplicates, False)
+        self._rivals = company.visitors
+        self.root = Node((), 0, (), scope.duplicates, False, rivals=self._rivals)
         self.reached: dict[Node, _Reached] = {}
         self.edges: dict[Node, list[tuple[Move, Node]]] = {}
         self._workshop = workshop
         self._job = job
-        self._judge = judge
+        self._company = company
         self._start = start
         self._scope = scope
         self._limit = limit
@@ -129,7 +132,7 @@ class Interleaving:
         """States from which somebody gets to the end without a further crash."""
         self._back: dict[Node, list[Node]] = {}
         self._waited: set[Node] = set()
-        self._excess: dict[tuple[tuple[str, int], ...], bool] = {}
+        self._excess: dict[Hashable, bool] = {}
 
     @property
     def states(self) -> int:
@@ -188,6 +191,8 @@ class Interleaving:
         stays = True
         for move in self._moves(node):
             stays = not self._try(node, move) and stays
+        for number in node.rivals:
+            self._try(node, Move("rival", number))
         hopeless = self._beyond_repair(node)
         for seat in node.seats:
             if seat.log == UNSTARTED or hopeless:
@@ -215,6 +220,8 @@ class Interleaving:
         if move.kind == "begin" and not self.names.logs[UNSTARTED].learned:
             self._missing.setdefault("begin", []).append((node, move))
             return True
+        if move.kind == "rival":
+            return self._try_rival(node, move)
         entered = self._seated(node, move)
         index = _index(entered, move.ident)
         if move.kind == "kill" and not self.is_felt(node, index):
@@ -242,9 +249,20 @@ class Interleaving:
         self._reach(node, after, move)
         return True
 
+    def _try_rival(self, node: Node, move: Move) -> bool:
+        key = self.rival_key(node, move.ident)
+        outcome = self._table.get(key)
+        if outcome is None:
+            self._missing.setdefault(key, []).append((node, move))
+            return True
+        if outcome.end:
+            return False  # it cannot run whole here
+        self._reach(node, self.visited(node, move.ident, outcome), move)
+        return True
+
     def _reach(self, before: Node, node: Node, move: Move) -> None:
         self.edges[before].append((move, node))
-        if move.kind != "kill":
+        if move.kind != "kill" and not (move.kind == "rival" and self._company.may_stay_away(move.ident)):
             if node in self._good:
                 self._finishes(before)
             else:
@@ -270,7 +288,9 @@ class Interleaving:
     @staticmethod
     def _switches(node: Node, last: Move | None, move: Move) -> bool:
         """Another delivery goes on although the last one could."""
-        if move.kind not in ("begin", "run", "fail") or last is None or last.ident == move.ident:
+        if last is None or last.kind == "rival" or last.ident == move.ident:
+            return False
+        if move.kind not in ("begin", "run", "fail"):
             return False
         return any(seat.ident == last.ident for seat in node.seats)
 
@@ -318,6 +338,22 @@ class Interleaving:
         how = kind == "fail"
         return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, how)
 
+    @staticmethod
+    def rival_key(node: Node, number: int) -> Hashable:
+        """All that the whole run of other code can depend on: the world, and what deliveries have open there."""
+        return ("rival", number, node.time, node.versions, tuple(seat.open for seat in node.seats if seat.open))
+
+    def visited(self, node: Node, number: int, outcome: Outcome) -> Node:
+        """The state after other code has run."""
+        versions = {**dict(node.versions), **dict(outcome.changes)}
+        after = tuple(sorted((name, version) for name, version in versions.items() if version))
+        seats = node.seats
+        for resource in outcome.stirs:
+            seats = tuple(self._stirred(seat, resource, after) for seat in seats)
+        rivals = tuple(each for each in node.rivals if each != number)
+        rung = 0 if outcome.changes else node.rung
+        return node._replace(versions=after, clock=outcome.clock, seats=seats, rivals=rivals, rung=rung)
+
     def _after(self, node: Node, index: int, outcome: Outcome) -> Node:
         versions = node.versions
         if outcome.changes:
@@ -353,7 +389,7 @@ class Interleaving:
                 seats[index] = seat
         # Where something has changed, the clock may have to go on in vain as often as before.
         rung = node.rung + 1 if outcome.end == "vain" else 0 if outcome.changes else node.rung
-        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung)
+        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung, node.rivals)
 
     def endless_of(self, node: Node, index: int) -> Hashable:
         """A loop that waits and will not end by itself does not end at another time of day either."""
@@ -432,14 +468,19 @@ class Interleaving:
     # -- judging ----------------------------------------------------------------------------------------------------
 
     def _judge_at(self, node: Node) -> None:
-        deviation = self._judge.judge(self._facts(node), self.reached[node].clock / 1000)
+        elapsed = self.reached[node].clock / 1000
+        deviation = self._company.judge(self._facts(node), elapsed, lambda: self._saved_at(node), self._ran(node))
         if deviation is not None:
             self.endings.append(Ending(node, deviation.kind, deviation.effect))
 
+    def _ran(self, node: Node) -> frozenset[int]:
+        return frozenset(self._rivals) - frozenset(node.rivals)
+
     def _beyond_repair(self, node: Node) -> bool:
-        known = self._excess.get(node.versions)
+        key = (node.versions, node.rivals)
+        known = self._excess.get(key)
         if known is None:
-            known = self._excess[node.versions] = self._judge.excess(self._facts(node))
+            known = self._excess[key] = self._company.excess(self._facts(node), self._ran(node))
         return known
 
     def _stuck(self) -> list[Node]:
@@ -482,13 +523,43 @@ class Interleaving:
         if stuck:
             first = min(stuck, key=lambda node: (self.reached[node].crashes, self.reached[node].steps))
             errors = [self.names.logs[seat.log].error for seat in first.seats]
-            self.endings.append(Ending(first, "stuck", next(filter(None, errors), "it waits for ever")))
+            error = next(filter(None, errors), "")
+            self.endings.append(self._failing(stuck) or Ending(first, "stuck", error or "it waits for ever"))
+
+    def _failing(self, stuck: list[Node]) -> Ending | None:
+        """The first delivery that fails where nothing leads on."""
+        ways = [
+            (self.reached[node].crashes, self.reached[node].steps, number, node, move, error)
+            for number, node in enumerate(stuck)
+            for move, _ in self.edges.get(node, ())
+            if move.kind in ("run", "fail") and (error := self._error_of(node, move))
+        ]
+        if not ways:
+            return None
+        *_, node, move, error = min(ways, key=lambda way: way[:3])
+        return Ending(node, "stuck", error, move)
+
+    def _error_of(self, node: Node, move: Move) -> str:
+        index = _index(node, move.ident)
+        if self.names.logs[node.seats[index].log].end:
+            return ""
+        outcome = self._table.get(self._key(node, index, move.kind))
+        return self.names.logs[outcome.log].error if outcome is not None and outcome.end == "failed" else ""
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, node: Node, move: Move) -> None:
+    def _saved_at(self, node: Node) -> Saved | None:
+        """The world in a state at which nobody is running; gone to for real, if only known from parts of runs."""
+        key = (node.versions, node.time)
+        if key not in self._saved:
+            self._learn(node)
+        if key not in self._saved:
+            raise Surprise("a state at the end was not reached")
+        return self._saved[key][0]
+
+    def _learn(self, node: Node, *last: Move) -> None:
         """Run to a state whose next transition is not known, and on from there as long as that is new."""
-        moves: list[Move] = [move]
+        moves: list[Move] = list(last)
         start = node
         while not (start.quiet and (start.versions, start.time) in self._saved):
             reached = self.reached[start]
@@ -579,6 +650,9 @@ class _Run:
     def go(self, move: Move) -> None:
         search = self._search
         search.moves += 1
+        if move.kind == "rival":
+            self._visit(self.node, move.ident)
+            return
         node = search._seated(self.node, move)
         index = _index(node, move.ident) if move.kind != "jump" else -1
         if move.kind == "kill":
@@ -598,6 +672,28 @@ class _Run:
         if log.end:
             raise _Over
         self._step(node, index, seat, log, move.kind == "fail")
+
+    def _visit(self, node: Node, number: int) -> None:
+        """Other code runs, whole; or it is learned that it cannot, here."""
+        search, world = self._search, self._search._workshop.world
+        key = search.rival_key(node, number)
+        commits = {name: resource.commits for name, resource in world.resources.items()}
+        serials = {name: resource.serials() for name, resource in world.resources.items()}
+        visitor = self._play.visit(search._company.job(number), number, VISITOR_PID * number)
+        if visitor.end != "done":
+            search.found(key, Outcome(0, 0, (), False, node.clock, "blocked"))
+            raise _Over
+        facts = self._play.facts()
+        for name, resource in world.resources.items():
+            self._serials[name] = resource.serials()
+            if self._serials[name] != serials.get(name, self._serials[name]):  # drawn for good
+                self._drawn.setdefault(-number, {})[name] = (serials[name], self._serials[name])
+        changes, _ = self._changes(node, facts, "", frozenset())
+        stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
+        outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)))
+        self.node = search.visited(node, number, outcome)
+        search.keep(self.node, self._play.clock)
+        search.found(key, outcome)
 
     def _kill(self, node: Node, index: int, ident: int) -> None:
         search = self._search

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retrychaos.explore.closure import REDELIVERY_DELAY
+from retrychaos.explore.company import ENDS
 from retrychaos.explore.runner import Runner
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Plan, steps_mark
 from retrychaos.model.report import Delivery
-from retrychaos.runtime.delivery import Order, Outcome, keep_all
+from retrychaos.runtime.delivery import REDELIVERY_DELAY, Order, Outcome, keep_all
 from retrychaos.world.world import Saved
-
-_ENDS = {"done": "completed", "failed": "failed", "hung": "hung", "stopped": "hung"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class Performance:
     error: str
     elapsed: float
     """Seconds on the clock from the first delivery to the end of the last."""
+    saved: Saved | None = None
 
 
 def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performance:
@@ -43,7 +42,7 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
         outcome = runner.run(order, keep_all)
         if outcome.cause is not None:
             raise outcome.cause
-        steps, end = outcome.steps, _ENDS[outcome.end]
+        steps, end = outcome.steps, ENDS[outcome.end]
         if leg.crash_after is not None:
             if len(steps) < leg.crash_after or leg.mark != steps_mark(steps[: leg.crash_after]):
                 raise PlanError(
@@ -57,7 +56,7 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
         error = outcome.error if leg.crash_after is None else ""
         timeline.append(Delivery(number, at - start, steps, end, error))
     assert outcome is not None
-    return Performance(tuple(timeline), outcome.facts, outcome.end, outcome.error, outcome.clock - start)
+    return Performance(tuple(timeline), outcome.facts, outcome.end, outcome.error, outcome.clock - start, saved)
 
 
 def _state_at(outcome: Outcome, boundary: int, order: Order) -> tuple[Saved | None, float]:

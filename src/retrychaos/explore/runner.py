@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,14 +26,14 @@ class Runner(Protocol):
 
 
 class Here:
-    """In this process."""
+    """In this process. `others` are the jobs around it, which an order tells by their number."""
 
-    def __init__(self, workshop: Workshop, job: Job) -> None:
+    def __init__(self, workshop: Workshop, job: Job, others: Sequence[Job] = ()) -> None:
         self._workshop = workshop
-        self._job = job
+        self._jobs = (job, *others)
 
     def run(self, order: Order, keep: Keep) -> Outcome:
-        return self._workshop.run(self._job, order, keep)
+        return self._workshop.run(self._jobs[order.job], order, keep)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class _Reply:
 class Forked:
     """In a fresh process each, forked from one that has never run the job."""
 
-    def __init__(self, workshop: Workshop, job: Job) -> None:
+    def __init__(self, workshop: Workshop, job: Job, others: Sequence[Job] = ()) -> None:
         self._workshop = workshop
-        self._zygote = Zygote(lambda order: self._serve(job, order))
+        jobs = (job, *others)
+        self._zygote = Zygote(lambda order: self._serve(jobs[order.job], order))
         self._begun: Order | None = None
         self._folder = os.path.join(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{time.monotonic_ns():x}")
         """Only there if the one that was begun needs it."""

@@ -11,11 +11,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from retrychaos.explore.company import VISITOR_PID, Company
 from retrychaos.explore.interleaving import MAX_DELIVERIES, OutOfTime, Scope
-from retrychaos.explore.judge import Judge
+from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import Plan, Turn
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Actor, Play
+from retrychaos.world.world import Saved
 
 _STEPS_EACH = 40
 """Times the steps of a clean run, after which a schedule is given up."""
@@ -33,7 +35,7 @@ def sample(
     name: str,
     workshop: Workshop,
     job: Job,
-    judge: Judge,
+    company: Company,
     start: float,
     scope: Scope,
     steps: int,
@@ -51,12 +53,23 @@ def sample(
         deaths = sorted(chooser.sample(range(1, 2 * steps + 3), kills))
         with Play(workshop, job, None, start, still) as play:
             tried += 1
-            schedule = _Schedule(play, scope.duplicates, places, deaths)
+            visits = {
+                chooser.randrange(1, 2 * steps + 3): number for number in company.visitors if chooser.random() < 0.8
+            }
+            schedule = _Schedule(play, scope.duplicates, places, deaths, visits, company)
             ended = schedule.run(_STEPS_EACH * (steps + 5))
-            wrong = ended and judge.judge(play.facts(), play.clock / 1000) is not None
-        if wrong:
+            facts, elapsed = play.facts(), play.clock / 1000
+            saved = workshop.world.save() if ended and company.waits else None
+        if ended and _is_wrong(company, facts, elapsed, saved, schedule.ran):
             return Sampled(tried, Plan(name, turns=tuple(schedule.turns)))
     return Sampled(tried)
+
+
+def _is_wrong(company: Company, facts: Facts, elapsed: float, saved: Saved | None, ran: set[int]) -> bool:
+    try:
+        return company.judge(facts, elapsed, lambda: saved, frozenset(ran)) is not None
+    except OutOfTime:
+        return False  # what follows did not end in time
 
 
 def _sizes(scope: Scope) -> Iterator[tuple[int, int]]:
@@ -71,8 +84,19 @@ def _sizes(scope: Scope) -> Iterator[tuple[int, int]]:
 class _Schedule:
     """One schedule: goes on with one delivery up to the next place for a switch."""
 
-    def __init__(self, play: Play, duplicates: int, switches: list[int], kills: list[int]) -> None:
+    def __init__(
+        self,
+        play: Play,
+        duplicates: int,
+        switches: list[int],
+        kills: list[int],
+        visits: dict[int, int],
+        company: Company,
+    ) -> None:
         self.turns: list[Turn] = []
+        self.ran: set[int] = set()
+        self._visits = visits
+        self._company = company
         self._play = play
         self._idle = duplicates
         self._switches = switches
@@ -87,7 +111,13 @@ class _Schedule:
         for step in range(1, most):
             if not self._live and (self._acked or not self._idle):
                 return self._acked
-            if step in self._kills and self._current in self._live:
+            if (number := self._visits.get(step)) is not None:
+                visitor = self._play.visit(self._company.job(number), number, VISITOR_PID * number)
+                if visitor.end != "done":
+                    return False  # it cannot run there, and has left things half done
+                self.ran.add(number)
+                self.turns.append(Turn("rival", ident=number))
+            elif step in self._kills and self._current in self._live:
                 self._die(self._current)
             elif step in self._switches:
                 self._switch()

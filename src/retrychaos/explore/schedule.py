@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from retrychaos.explore.company import VISITOR_PID
 from retrychaos.explore.interleaving import Interleaving
 from retrychaos.explore.transitions import Move, Node
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
+from retrychaos.model.options import Other
 from retrychaos.model.plan import Plan, Turn, steps_mark
 from retrychaos.model.report import Delivery, Moment
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.runtime.turns import Actor, Moved, Play
+from retrychaos.world.world import Saved
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Performed:
     error: str
     elapsed: float
     mark: str
+    saved: Saved | None = None
+    ran: frozenset[int] = frozenset()
+    """Other code that has run, by its number."""
 
 
 def smallest(search: Interleaving, targets: frozenset[Node]) -> list[tuple[Node, Move]]:
@@ -71,49 +78,63 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
         if move.kind == "jump":
             turns.append(Turn("jump", ident=node.rung))
             continue
+        if move.kind == "rival":
+            turns.append(Turn("rival", ident=move.ident))
+            continue
         if move.kind == "begin":
             numbers[move.ident] = max((turn.delivery for turn in turns), default=0) + 1
         turns.append(Turn(move.kind, numbers[move.ident], move.ident if move.kind == "begin" else 0))
     return Plan(job, turns=tuple(turns))
 
 
-def perform_turns(plan: Plan, workshop: Workshop, job: Job, start: float, limit: float) -> Performed:
+def perform_turns(
+    plan: Plan, workshop: Workshop, job: Job, start: float, limit: float, others: Sequence[Other] = ()
+) -> Performed:
     """Run a plan of deliveries that overlap. Raises PlanError if the job does other steps than those it was made
     for."""
-    stage = _Stage(workshop, start)
+    stage = _Stage(workshop, start, others)
     with Play(workshop, job, None, start, limit, traced=True) as play:
         for turn in plan.turns:
             stage.turn(play, turn)
         facts = play.facts()
         mark = steps_mark([moment.step for moment in stage.moments if moment.step is not None])
         elapsed = workshop.clock.now() - start
+        saved = workshop.world.save()
     if plan.mark and mark != plan.mark:
         raise PlanError(
             "the token no longer fits: the deliveries do other steps now. The job or its data has changed; run the "
             "check again."
         )
-    alive = bool(stage.actors)
-    return Performed(stage.timeline(), tuple(stage.moments), facts, alive, stage.error, elapsed, mark)
+    acked = any(end == "completed" for end, _ in stage.ends.values())
+    alive = bool(stage.actors) or not acked
+    return Performed(
+        stage.timeline(), tuple(stage.moments), facts, alive, stage.error, elapsed, mark, saved, frozenset(stage.ran)
+    )
 
 
 class _Stage:
     """The deliveries of a plan, and what happened to them in order."""
 
-    def __init__(self, workshop: Workshop, start: float) -> None:
+    def __init__(self, workshop: Workshop, start: float, others: Sequence[Other]) -> None:
+        self.ran: set[int] = set()
         self.moments: list[Moment] = []
         self.actors: dict[int, Actor] = {}
         self.error = ""
         self._workshop = workshop
         self._start = start
+        self._others = others
         self._began: dict[int, float] = {}
         self._steps: dict[int, list[Step]] = {}
-        self._ends: dict[int, tuple[str, str]] = {}
+        self.ends: dict[int, tuple[str, str]] = {}
 
     def turn(self, play: Play, turn: Turn) -> None:
         if turn.kind == "jump":
             before = play.clock
             play.jump(turn.ident)
             self.moments.append(Moment(0, event="later", detail=f"{(play.clock - before) / 1000:g}"))
+            return
+        if turn.kind == "rival":
+            self._visit(play, turn.ident)
             return
         number = turn.delivery
         if turn.kind == "begin":
@@ -134,6 +155,20 @@ class _Stage:
         else:
             self._moved(number, actor, play.run(actor, surface=turn.kind == "fail"))
 
+    def _visit(self, play: Play, number: int) -> None:
+        if not 0 < number <= len(self._others):
+            raise PlanError(
+                f"the token no longer fits: it has other code number {number} run, and rivals and siblings hold "
+                f"{len(self._others)}. Give the options of the check that it came from."
+            )
+        other = self._others[number - 1]
+        visitor = play.visit(Job(other.function, other.args), number, VISITOR_PID * number)
+        if visitor.end != "done":
+            raise PlanError(f"the token no longer fits: {other.name} cannot run there any more ({visitor.error}).")
+        self.ran.add(number)
+        self.moments.append(Moment(0, event="rival", detail=other.name))
+        self.moments += [Moment(0, step, "rival", other.name) for step in visitor.steps]
+
     def _moved(self, number: int, actor: Actor, moved: Moved) -> None:
         if moved.end == "blocked":
             step = moved.next
@@ -148,11 +183,11 @@ class _Stage:
 
     def _close(self, number: int, end: str, event: str, detail: str = "") -> None:
         del self.actors[number]
-        self._ends[number] = (end, detail)
+        self.ends[number] = (end, detail)
         self.moments.append(Moment(number, event=event, detail=detail))
 
     def timeline(self) -> tuple[Delivery, ...]:
         return tuple(
-            Delivery(number, began, tuple(self._steps[number]), *self._ends.get(number, ("hung", "")))
+            Delivery(number, began, tuple(self._steps[number]), *self.ends.get(number, ("hung", "")))
             for number, began in self._began.items()
         )

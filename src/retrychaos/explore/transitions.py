@@ -61,6 +61,8 @@ class Node(NamedTuple):
     """Deliveries that may begin."""
     acked: bool
     rung: int = 0
+    rivals: tuple[int, ...] = ()
+    """Other code that may still run, by its number among the jobs around."""
 
     @property
     def time(self) -> tuple[int, int]:
@@ -76,7 +78,10 @@ class Node(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A choice: see :class:`~retrychaos.model.plan.Turn`; here a delivery is told by its `ident`."""
+    """A choice: see :class:`~retrychaos.model.plan.Turn`; here a delivery is told by its `ident`.
+
+    Of a rival it is the number.
+    """
 
     kind: str
     ident: int = -1
@@ -97,6 +102,8 @@ class Outcome(NamedTuple):
     end: str
     others: tuple[tuple[int, int], ...] = ()
     """What others have open there: it was that, and is this now."""
+    stirs: tuple[str, ...] = ()
+    """The same as `stirred`, where it is not about one resource."""
     polled: tuple[str, ...] | None = None
     """It is going round in a loop that waits for a change in these resources."""
 

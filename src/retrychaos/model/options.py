@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrychaos.model.errors import OptionError
 
@@ -16,6 +18,21 @@ DEFAULT_BUDGET = 30.0
 """Seconds for a check, if nobody has said anything else."""
 DEFAULT_OVERLAP = 1.5
 """Seconds of these for deliveries that overlap: their number of states can grow exponentially with the steps."""
+
+
+class Other(NamedTuple):
+    """Other code than the job: something callable, and its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called in reports."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,11 @@ class Options:
     ``"postgresql://localhost/test_db"``).
     late: deliver also after each expiry that a state holds (times to live in Redis).
     faults: not in this version; only the value that turns it off.
+    rivals: other code that may run once, whole, at any boundary; at most 3.
+    siblings: other messages in the queue, at most 3; each runs once: before, between or after the deliveries of the
+    job.
+    order: report it (``reordered``) if the order of the messages makes a difference.
+    then: other jobs that run when the message has settled, once each and in order, retried like any job.
     """
 
     crashes: int | str = "any"
@@ -46,6 +68,10 @@ class Options:
     volatile: tuple[str, ...] = ()
     isolation: str = "sample"
     scratch: tuple[str, ...] = ()
+    rivals: tuple[Other, ...] = ()
+    siblings: tuple[Other, ...] = ()
+    order: bool = False
+    then: tuple[Other, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -56,17 +82,39 @@ class Options:
         """A copy with other values. Raises OptionError for an unknown name or a value of the wrong type."""
         return replace(self, **{name: _checked(name, value) for name, value in changes.items()})
 
+    def check_together(self) -> None:
+        """Raises OptionError if values do not fit each other: known only when all have been given."""
+        if self.order and not self.siblings:
+            raise OptionError(
+                "order=True compares the orders of several messages, and there is only one. Name the others: "
+                f"siblings={_SHAPE.format('')[1:]}."
+            )
+        if len(self.rivals) + len(self.siblings) > MOST_OTHERS:
+            raise OptionError(
+                f"rivals and siblings together are {MOST_OTHERS} at most, since all their orders are run; these are "
+                f"{len(self.rivals)} and {len(self.siblings)}."
+            )
+
 
 NAMES = tuple(field.name for field in fields(Options))
-PLANNED = ("children", "delivery", "profile", "rivals", "siblings", "order", "then", "cron", "shards")
+PLANNED = ("children", "delivery", "profile", "cron", "shards")
 """Options of later versions."""
+MOST_OTHERS = 3
+"""Rivals and siblings at most: all their orders are run."""
+IN_CODE_ONLY = ("rivals", "siblings", "then")
+"""Options that cannot be written in ini files and on the command line: they hold functions."""
 
 
 def from_text(name: str, text: str) -> Any:
     """The value of an option written in an ini file or on the command line."""
+    if name in IN_CODE_ONLY:
+        raise OptionError(
+            f"option {name!r} takes functions, which cannot be written in an ini file or on the command line. Give it "
+            f"in the test: chaos({name}=...) or @pytest.mark.idempotent(..., {name}=...)."
+        )
     if name in ("tolerate", "volatile", "scratch"):
         return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
-    if name in ("faults", "late"):
+    if name in ("faults", "late", "order"):
         words = dict.fromkeys(("true", "yes", "1", "on"), True) | dict.fromkeys(("false", "no", "0", "off"), False)
         if text.strip().lower() not in words:
             raise OptionError(f"option {name!r} is true or false, not {text!r}.")
@@ -91,6 +139,8 @@ def _checked(name: str, value: Any) -> Any:
         near = difflib.get_close_matches(name, NAMES, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise OptionError(f"there is no option {name!r}.{hint} Options: {', '.join(NAMES)}.")
+    if name in IN_CODE_ONLY:
+        return _others(name, value)
     try:
         return _CHECKS[name](value)
     except (TypeError, ValueError):
@@ -142,17 +192,53 @@ def _texts(value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _others(name: str, value: Any) -> tuple[Other, ...]:
+    """Functions, or pairs of a function and its arguments. Says which element is wrong, and why."""
+    if not isinstance(value, list | tuple):
+        raise OptionError(f"option {name!r} does not take {value!r}: it takes a list, such as {_SHAPE.format(name)}.")
+    if len(value) == 2 and isinstance(value, tuple) and callable(value[0]) and isinstance(value[1], tuple | list):
+        raise OptionError(f"option {name!r} takes a list of pairs, and this is one pair: write {name}=[{value!r}].")
+    if name != "then" and len(value) > MOST_OTHERS:
+        raise OptionError(
+            f"option {name!r} takes {MOST_OTHERS} at most, since all their orders are run; these are {len(value)}."
+        )
+    return tuple(_other(name, each) for each in value)
+
+
+def _other(name: str, each: Any) -> Other:
+    function, args = each, ()
+    if isinstance(each, tuple | list):
+        if len(each) != 2 or not isinstance(each[1], tuple | list):
+            raise OptionError(
+                f"option {name!r} does not take the element {each!r}: it takes functions, and pairs of a function and "
+                f"a tuple of its arguments, such as {_SHAPE.format(name)}."
+            )
+        function, args = each[0], tuple(each[1])
+    if not callable(function):
+        raise OptionError(
+            f"option {name!r} takes functions, and {function!r} is not callable. Write the function and its arguments "
+            f"apart, such as {_SHAPE.format(name)}."
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise OptionError(f"option {name!r}: {function!r} is a generator function: calling it runs nothing.")
+    if inspect.iscoroutinefunction(function):
+        raise OptionError(f"option {name!r}: {function!r} is async; async jobs are not covered yet.")
+    return Other(function, args)
+
+
 def _isolation(value: Any) -> str:
     if value in ("sample", "process"):
         return str(value)
     raise ValueError
 
 
+_SHAPE = "{}=[clean_up, (report, (7,))]"
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "crashes": _crashes,
     "duplicates": _duplicates,
     "faults": _off,
     "late": _switch,
+    "order": _switch,
     "budget": _budget,
     "tolerate": _texts,
     "volatile": _texts,
@@ -164,6 +250,7 @@ _EXPECTED = {
     "duplicates": f"a number of deliveries from 1 to {MOST_DUPLICATES}",
     "faults": "False (errors and lost replies are not in this version yet)",
     "late": "True or False",
+    "order": "True or False",
     "budget": "a number of seconds above 0",
     "tolerate": 'a list of effects, such as ["mail"]',
     "volatile": 'a list of cells, such as ["jobs.attempts"]',

@@ -13,7 +13,7 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.step import Step
 
 VERSION = "rc1"
-_TURN = re.compile(r"(\d+)([bkrfj])(\d+)")
+_TURN = re.compile(r"(\d+)([bkrfjvo])(\d+)")
 _TURNS = re.compile(
     rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z"
 )
@@ -24,10 +24,11 @@ class Turn(NamedTuple):
     """One choice among deliveries that overlap.
 
     kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
-    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends).
+    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends),
+    ``rival`` (other code runs, whole), ``order`` (a message is the next to be served, and nobody else is running).
     delivery: which one, counted from 1 in the order in which they began.
-    ident: what it draws at random; no two deliveries that can know of each other have the same. For ``jump``: how often
-    the clock has gone on in vain before.
+    ident: of a rival or a message, which one. Of a delivery that begins, what it draws at random; no two deliveries
+    that can know of each other have the same. For ``jump``: how often the clock has gone on in vain before.
     """
 
     kind: str
@@ -150,6 +151,10 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
             out.append(f"{turn.delivery}b{turn.ident}")
         elif turn.kind == "jump":
             out.append(f"0j{turn.ident}")
+        elif turn.kind == "rival":
+            out.append(f"0v{turn.ident}")
+        elif turn.kind == "order":
+            out.append(f"0o{turn.ident}")
         else:
             out.append(f"{turn.delivery}{turn.kind[0]}0")
     return f"t{mark}_" + "-".join(out)
@@ -159,6 +164,10 @@ def _read_turns(text: str) -> Iterator[Turn]:
     for delivery, letter, number in _TURN.findall(text):
         if letter == "j":
             yield Turn("jump", ident=int(number))
+        elif letter == "v":
+            yield Turn("rival", ident=int(number))
+        elif letter == "o":
+            yield Turn("order", ident=int(number))
         elif letter == "b":
             yield Turn("begin", int(delivery), int(number))
         elif letter == "r":

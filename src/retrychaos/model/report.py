@@ -24,13 +24,16 @@ class Delivery:
     steps: tuple[Step, ...]
     end: str
     error: str = ""
+    job: str = ""
+    """Of another job than the one that is checked: its name."""
 
 
 @dataclass(frozen=True)
 class Moment:
     """One moment in a run of deliveries that overlap: `delivery` did a step, or something happened to it.
 
-    event: ``begins``, ``waits``, ``dies``, ``acknowledged``, ``raises``, ``later`` (the clock goes on).
+    event: ``begins``, ``waits``, ``dies``, ``acknowledged``, ``raises``, ``later`` (the clock goes on), ``rival``
+    (other code runs, or this is a step of it).
     """
 
     delivery: int
@@ -56,7 +59,7 @@ class Difference:
 class Finding:
     """One way in which the job deviates, with the smallest plan that shows it.
 
-    kind: ``duplicated``, ``lost``, ``changed`` or ``stuck``.
+    kind: ``duplicated``, ``lost``, ``changed``, ``stuck`` or ``reordered``.
     effect: what is affected: a table, a Redis key, a call.
     also_at: other places where a crash has the same consequence.
     """

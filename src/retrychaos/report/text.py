@@ -14,6 +14,7 @@ _CAUSES = {
     "lost": "an effect of the clean run is missing, and no later delivery makes up for it",
     "changed": "a value differs from that of the clean run",
     "stuck": "no later delivery finishes the job",
+    "reordered": "the order of whole, clean runs makes a difference",
 }
 _KEPT = 4
 _WIDTH = 100
@@ -76,8 +77,11 @@ def _said(report: Report) -> str:
 def _finding(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.upper()} {finding.effect}: {finding.reason or _CAUSES[finding.kind]}"
     yield ""
-    if len(finding.timeline) > 1 and finding.moments:
+    if finding.moments and (len(finding.timeline) > 1 or any(moment.event == "rival" for moment in finding.moments)):
         yield from _side_by_side(finding)
+        for delivery in finding.timeline:
+            if delivery.job:
+                yield from _delivery(delivery)
     else:
         for delivery in finding.timeline:
             yield from _delivery(delivery)
@@ -99,7 +103,8 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 def _delivery(delivery: Delivery) -> Iterator[str]:
     after = f", {_duration(delivery.after)} later" if delivery.after else ""
-    yield f"  delivery {delivery.number}{after}"
+    name = f"{'then ' if delivery.number > 1 else ''}{delivery.job}" if delivery.job else f"delivery {delivery.number}"
+    yield f"  {name}{after}"
     steps = delivery.steps
     hidden = len(steps) - 2 * _KEPT - 1
     site: Site | None = None
@@ -118,7 +123,7 @@ def _delivery(delivery: Delivery) -> Iterator[str]:
 def _side_by_side(finding: Finding) -> Iterator[str]:
     """Deliveries that overlap, a column each, from top to bottom in the order of time."""
     columns = _columns(finding)
-    count = max(columns.values()) + 1
+    count = max(columns.values(), default=0) + 1
     width = max(24, (_WIDTH - 6) // count - 2)
     heads = [
         f"delivery {', then '.join(str(n) for n, at in columns.items() if at == column)}" for column in range(count)
@@ -126,6 +131,10 @@ def _side_by_side(finding: Finding) -> Iterator[str]:
     yield "    " + "  ".join(f"{head:<{width}}" for head in heads).rstrip()
     site: dict[int, Site | None] = {}
     for moment in finding.moments:
+        if moment.event == "rival":
+            said = f"{moment.step.kind}: {moment.step.detail}" if moment.step is not None else ""
+            yield f"    {'│     ' if said else '├─ '}{_cut(said or f'{moment.detail} runs, whole', _WIDTH)}"
+            continue
         if not moment.delivery:
             yield f"    ... {_duration(float(moment.detail))} later ..."
             continue

@@ -30,6 +30,8 @@ LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
 _MOST_UNCOLLECTED = 200_000
 """Objects that may be new since the collector has last run."""
 _real_getpid = os.getpid
+REDELIVERY_DELAY = 1.0
+"""Seconds on the clock from a crash to the next delivery: less than the expiry of any sensible lock."""
 FIRST_PID = 3_000_001
 """Process ids of deliveries: above what Linux gives out by default, so that they are recognised in data."""
 _ASK_ANYWAY = frozenset({"redis", "fakeredis", "sqlalchemy", "logging", "threading", "random", "psycopg", "retrychaos"})
@@ -74,6 +76,10 @@ class Order:
     shifted: bool = False
     aside: str = ""
     limit: float = 10.0
+    job: int = 0
+    """Which job is delivered: 0 is the one that is checked, others stand around it."""
+    ends: bool = False
+    """The state at its end is saved also if it is done, for what comes after it."""
 
 
 @dataclass(frozen=True)
@@ -408,7 +414,7 @@ class _Delivery:
             self._cause = self._cause or self._excuse
         if self._cause is None and self._end != "stopped":
             self._compare(self._world.sweep())
-            if self._saved is None and self._changes and self._end != "done":
+            if self._saved is None and self._changes and (self._end != "done" or self._order.ends):
                 self._saved = self._world.save()  # where the next delivery begins, if nobody asked for it before
         return Outcome(
             self._end,

@@ -18,7 +18,7 @@ from typing import NoReturn
 from retrychaos.model.ledger import Facts
 from retrychaos.model.step import Step
 from retrychaos.runtime.chance import Stream
-from retrychaos.runtime.delivery import LADDER, Fenced, Job, Workshop, describe
+from retrychaos.runtime.delivery import LADDER, MAX_STEPS, Fenced, Job, Workshop, describe
 from retrychaos.runtime.watchdog import Stopped
 from retrychaos.world.resource import WAITS
 from retrychaos.world.sites import user_site
@@ -91,7 +91,7 @@ class Actor:
         """Others go on while its statement waits in the server."""
         self.arrived = _Event()
         """Its statement has come back meanwhile, and it stands still."""
-        self._guard = _Lock()
+        self.guard = _Lock()
         self._did: Step | None = None
 
     # -- in its own thread ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Actor:
         self.inside = True
 
     def arrive(self) -> None:
-        with self._guard:
+        with self.guard:
             self.inside = False
             away = self.away
         if away:
@@ -163,7 +163,7 @@ class Actor:
 
     def go_on_without(self) -> bool:
         """Its statement waits in the server: others may move. False if it has just come back."""
-        with self._guard:
+        with self.guard:
             self.away = self.inside
             return self.away
 
@@ -217,6 +217,43 @@ class Actor:
         return Moved(self._did, seen, self.pending, end, self.error, self.asked_pid or self.stream.drew)
 
 
+class Visitor(Actor):
+    """Other code than a delivery, which runs whole: it does not hand over at its steps."""
+
+    def __init__(self, play: Play, job: Job, number: int, seed: str, pid: int) -> None:
+        super().__init__(play, job, number, seed, pid)
+        self.thread.name = f"visitor-{number}"
+        self.steps: list[Step] = []
+        self.refused = False
+        """It would have to wait for a delivery that stands still, so it cannot run here."""
+
+    def boundary(self, step: Step) -> None:
+        if _get_ident() != self.thread.ident:
+            self._stray(step)
+            return
+        if self.fence is not None:
+            raise self.fence
+        if len(self.steps) >= MAX_STEPS:
+            self.doubt(f"other code did not come to an end within {MAX_STEPS} steps")
+            self.fence = Fenced()
+            raise self.fence
+        if self._play.traced:
+            step = replace(step, site=user_site(sys._getframe(2)))
+        self.pending = step
+        self.steps.append(step)
+
+    def blocked(self) -> bool:
+        if _get_ident() != self.thread.ident or self.fence is not None:
+            return False
+        self.refused = True
+        self.fence = Fenced()
+        raise self.fence
+
+    def sleep(self, seconds: float) -> None:
+        self.boundary(Step("sleep", "clock", "sleep", f"sleep({seconds:g})"))
+        self._play.advance(seconds)
+
+
 class Play:
     """Deliveries of one message on one world, from one state on. Use it as a context manager."""
 
@@ -238,6 +275,7 @@ class Play:
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.actors: list[Actor] = []
+        self._visitors: list[Visitor] = []
         self.traced = traced
         self.running: Actor | None = None
         self._workshop = workshop
@@ -266,7 +304,7 @@ class Play:
         """Nothing is left of any delivery, whatever has happened."""
         world, workshop = self._world, self._workshop
         try:
-            left = [actor for actor in self.actors if actor.thread.is_alive()]
+            left = [actor for actor in (*self.actors, *self._visitors) if actor.thread.is_alive()]
             for actor in left:
                 if not actor.dead:
                     world.leave(actor)
@@ -317,6 +355,26 @@ class Play:
             self._world.leave(actor)
         return moved
 
+    def visit(self, job: Job, number: int, pid: int) -> Visitor:
+        """Other code runs whole, while all deliveries stand still. See its `end`; if it was refused, or has raised,
+        the world is in the middle of something, and this play is over."""
+        visitor = Visitor(self, job, number, f"visitor {number}", self._workshop.pid_of(pid))
+        self._visitors.append(visitor)
+        visitor.thread.start()
+        try:
+            self._hand_to(visitor)
+        except Hung:
+            if not visitor.refused:
+                raise
+        visitor.refused = visitor.refused or visitor.away
+        self._workshop.chance.note(visitor.stream)
+        if visitor.away:
+            self.kill(visitor)
+        else:
+            self._world.facts()
+            self._world.leave(visitor)
+        return visitor
+
     def kill(self, actor: Actor) -> None:
         """Its process dies where it stands: nothing of it runs any more, what it had open is gone."""
         self._world.facts()  # what it has committed is read before its connections are gone
@@ -362,7 +420,7 @@ class Play:
 
     def _actor_of_thread(self) -> Actor:
         thread = threading.current_thread()  # not its number, which a later thread may have again
-        return next(actor for actor in self.actors if actor.thread is thread)
+        return next(actor for actor in (*self.actors, *self._visitors) if actor.thread is thread)
 
     def _hand_to(self, actor: Actor) -> None:
         """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
@@ -388,14 +446,19 @@ class Play:
         while not self.back.acquire(timeout=pause):
             # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
             # closed. So the timer of this one has to run out before another one may close a circle.
-            if actor.inside and self._waits(actor) == WAITS:
+            if self._waits_inside(actor):
                 if self.back.acquire(timeout=_DEADLOCK):
                     return
-                if self._waits(actor) == WAITS and actor.go_on_without():
+                if self._waits_inside(actor) and actor.go_on_without():
                     return
             if _monotonic() > end:
                 self._hang(actor)
             pause = min(2 * pause, 0.01)
+
+    def _waits_inside(self, actor: Actor) -> bool:
+        """Its statement is in the server and waits. It does not come back while that is asked: it may ask, too."""
+        with actor.guard:
+            return actor.inside and self._waits(actor) == WAITS
 
     def _waits(self, actor: Actor) -> str:
         resource = self._world.resources.get(actor.pending.resource) if actor.pending else None
