@@ -1,4 +1,5 @@
-"""What it costs to try every order of deliveries that overlap. ``python -m benchmarks.overlap [--quick]`` prints a table.
+"""What it costs to try every order of deliveries that overlap. ``python -m benchmarks.overlap [--quick]`` prints a
+table.
 
 Beside each check the job is run plainly twice, in turn with it, so that both see the same machine.
 """

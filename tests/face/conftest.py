@@ -1,4 +1,5 @@
-"""The jobs of these tests are about the face of the plugin, and most are not meant to be right where deliveries overlap."""
+"""The jobs of these tests are about the face of the plugin, and most are not meant to be right where deliveries
+overlap."""
 
 from __future__ import annotations
 

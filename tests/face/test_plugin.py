@@ -544,7 +544,7 @@ SHOWS = """
 def test_flags_go_before_marks_before_ini(
     ini: str, flags: list[str], expected: dict[str, str], tester: pytest.Pytester
 ) -> None:
-    tester.makeini(f"[pytest]\n{ini}\n")
+    tester.makeini(f"[pytest]\nchaos_duplicates = 1\n{ini}\n")
     tester.makepyfile(SHOWS)
     result = tester.runpytest("-s", "-p", "no:randomly", *flags)
     result.assert_outcomes(passed=3)
@@ -845,6 +845,7 @@ def test_collection_never_runs_a_job(tester: pytest.Pytester) -> None:
 
 
 def test_a_run_without_checks_says_nothing_and_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
+    pytester.makeini("")
     pytester.makepyfile(
         """
         import sys
