@@ -184,7 +184,7 @@ class World:
         return self.recorder if self.concurrent else None
 
     def observed(self, *values: object) -> None:
-        if self.recorder is not None:
+        if self.concurrent and self.recorder is not None:
             self.recorder.observed(*values)
 
     def enter(self) -> None:
