@@ -224,7 +224,8 @@ class Chaos:
             from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
 
-            sources += [PostgresSource(world), SqlSource(world)]
+            servers = PostgresSource(world)
+            sources += [servers, SqlSource(world, servers)]
         if importlib.util.find_spec("redis") is not None:
             from retrychaos.world.redis import RedisSource
 

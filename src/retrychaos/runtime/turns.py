@@ -35,6 +35,7 @@ _Thread = threading.Thread
 _Event = threading.Event
 _get_ident = threading.get_ident
 _monotonic = time.monotonic
+_sleep = time.sleep
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,8 @@ class Play:
         self._base = base
         self._limit = limit
         self._on: Actor | None = None
+        self._timer = 0.0
+        """When the server's timer for deadlocks has run out for the statement that began to wait last."""
         self._stray_threads: set[threading.Thread] = set()
 
     def __enter__(self) -> Play:
@@ -305,6 +308,8 @@ class Play:
         world, workshop = self._world, self._workshop
         try:
             left = [actor for actor in (*self.actors, *self._visitors) if actor.thread.is_alive()]
+            for actor in left:
+                self._call_back(actor)
             for actor in left:
                 if not actor.dead:
                     world.leave(actor)
@@ -379,11 +384,16 @@ class Play:
         """Its process dies where it stands: nothing of it runs any more, what it had open is gone."""
         self._world.facts()  # what it has committed is read before its connections are gone
         actor.dead = True
+        if not self._call_back(actor):
+            self._hang(actor)
+        self._world.leave(actor)
+
+    def _call_back(self, actor: Actor) -> bool:
+        """A statement that waits in a server ends, or nothing could be done on its connection. False if it does not."""
         if actor.away and not actor.arrived.is_set():
             self._world.cancel(actor)
-            if not actor.arrived.wait(_GRACE):
-                self._hang(actor)
-        self._world.leave(actor)
+            return actor.arrived.wait(_GRACE)
+        return True
 
     def advance(self, seconds: float) -> None:
         """The clock moves on."""
@@ -426,6 +436,11 @@ class Play:
         """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
         if self._on is not actor:
             self._enter(actor)
+        # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
+        # closed. So the timer of a statement that waits has to run out before another one may close a circle.
+        left = self._timer - _monotonic()
+        if left > 0:
+            _sleep(left)
         self._world.recorder = self.running = actor
         actor.go.release()
         try:
@@ -444,13 +459,9 @@ class Play:
         end = _monotonic() + self._limit
         pause = _ASK_AFTER
         while not self.back.acquire(timeout=pause):
-            # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
-            # closed. So the timer of this one has to run out before another one may close a circle.
-            if self._waits_inside(actor):
-                if self.back.acquire(timeout=_DEADLOCK):
-                    return
-                if self._waits_inside(actor) and actor.go_on_without():
-                    return
+            if self._waits_inside(actor) and actor.go_on_without():
+                self._timer = _monotonic() + _DEADLOCK
+                return
             if _monotonic() > end:
                 self._hang(actor)
             pause = min(2 * pause, 0.01)

@@ -204,11 +204,20 @@ def cancel(raw: Any) -> None:
 def clear(raw: Any) -> bool:
     """Whatever a process had open on a connection is gone. False if the connection is of no use any more."""
     try:
-        if standing(raw) in (IN_TRANSACTION, FAILED):
-            run(raw, "ROLLBACK")
-        if standing(raw) != IDLE:
-            return False
-        run(raw, "DISCARD ALL")
+        if hasattr(raw, "pgconn"):
+            if standing(raw) in (IN_TRANSACTION, FAILED):
+                run(raw, "ROLLBACK")  # not by the driver, whose lock may be held by the thread that stands still
+            if standing(raw) != IDLE:
+                return False
+            run(raw, "DISCARD ALL")
+            prepared = raw._prepared  # what psycopg believes that the server knows
+            prepared._names.clear()
+            prepared._counts.clear()
+        else:
+            raw.rollback()
+            before, raw.autocommit = raw.autocommit, True  # else psycopg2 would begin a transaction
+            run(raw, "DISCARD ALL")
+            raw.autocommit = before
     except Exception:
         return False
     return True

@@ -24,6 +24,7 @@ from sqlalchemy.pool import Pool
 from retrychaos.model.errors import SharedError, SharingError, WorldError
 from retrychaos.model.values import short
 from retrychaos.world.handles import is_open
+from retrychaos.world.postgres_hooks import PostgresSource
 from retrychaos.world.postgres_line import driver_of, holds_nothing
 from retrychaos.world.resource import Blob, Stage
 from retrychaos.world.sql_texts import texts
@@ -62,8 +63,10 @@ _FILE = "sqlite:"
 class SqlSource:
     """Hooks into SQLAlchemy while installed."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, servers: PostgresSource | None = None) -> None:
         self._stage = stage
+        self._servers = servers
+        """Follows connections to PostgreSQL."""
         self._handles: dict[int, tuple[SqliteDatabase, Handle]] = {}
         self._begun: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._opened: list[Any] = []
@@ -77,8 +80,6 @@ class SqlSource:
         self._used_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._session_users: weakref.WeakKeyDictionary[Session, object] = weakref.WeakKeyDictionary()
         self._sessions: set[int] = set()
-        self.servers: Any = None
-        """The source that follows connections to PostgreSQL."""
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Engine, "before_cursor_execute", self._before_execute),
             (Engine, "after_cursor_execute", self._after_execute),
@@ -342,8 +343,8 @@ class SqlSource:
             pools = self._pools.setdefault(owner, {})
             if id(pool) not in pools:
                 mine = pool.recreate()
-                if self.servers is not None and dialect_of(pool) == "postgresql":
-                    mine._invoke_creator = self.servers.connecting(pool, mine._invoke_creator)
+                if self._servers is not None and dialect_of(pool) == "postgresql":
+                    mine._invoke_creator = self._servers.connecting(pool, mine._invoke_creator)
                 pools[id(pool)] = (pool, mine)
             return original(pools[id(pool)][1])
 
