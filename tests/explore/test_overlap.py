@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -262,6 +263,17 @@ def test_explicit_begin_by_events(twice: Chaos, tmp_path: Path) -> None:
 
     furnish(engine)
     assert twice.explore(find_or_create, engine).verdict == "proven"
+
+
+def test_a_delivery_that_sleeps_for_a_random_time(twice: Chaos, db: Engine) -> None:
+    """Jitter is drawn by each delivery for itself."""
+
+    def job(engine: Engine) -> None:
+        time.sleep(random.random())
+        create_or_find(engine)
+
+    report = twice.explore(job, db)
+    assert report.verdict == "proven", full_text(report)
 
 
 # -- Redis ------------------------------------------------------------------------------------------------------------

@@ -907,13 +907,15 @@ class _Run:
     def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""
         pause = max(1, round(actor.pause * 1000)) if actor.pause else 0
-        now = (moved.next.signature if moved.next else None, moved.end, moved.error, moved.drew, pause)
         if not log.learned:
             log.learned = True
             log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, moved.error, moved.drew, pause
             log.place = actor.place if pause else 0
             return
-        known = (log.pending.signature if log.pending else None, log.end, log.error, log.drew, log.pause)
+        known: tuple[object, ...] = (log.pending.signature if log.pending else None, log.end, log.drew)
+        now: tuple[object, ...] = (moved.next.signature if moved.next else None, moved.end, moved.drew)
+        if not log.drew:  # else how long it sleeps, and what its error says, may be drawn: others draw other values
+            known, now = (*known, log.error, log.pause), (*now, moved.error, pause)
         if known != now:
             raise Surprise(f"after the same observations: {known} and {now}")
 
