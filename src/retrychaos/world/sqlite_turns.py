@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _BUSY_SNAPSHOT = 517
 _TAKES_NO_LOCK = re.compile(r"\s*(BEGIN(?!\s+(IMMEDIATE|EXCLUSIVE))|SAVEPOINT|RELEASE|PRAGMA)\b", re.IGNORECASE)
 _COMMITS = re.compile(r"\s*(COMMIT|END|RELEASE)\b", re.IGNORECASE)
+_POSITIONS = ("timeout", "detect_types", "isolation_level", "check_same_thread", "factory", "cached_statements", "uri")
 _DEFAULT_TIMEOUT = 5.0
 
 
@@ -47,12 +48,15 @@ def _is_file(database: Any) -> bool:
 class TurnConnection(sqlite3.Connection):
     """A connection whose waits are seen. Behaves as any other until it is tied to a delivery."""
 
-    def __init__(self, database: Any, timeout: float = _DEFAULT_TIMEOUT, *args: Any, **kwargs: Any) -> None:
-        kwargs["check_same_thread"] = False  # it is closed from outside when its delivery dies
-        args = (*args[:2], False, *args[3:]) if len(args) > 2 else args
-        if len(args) > 2:
-            del kwargs["check_same_thread"]
-        super().__init__(database, 0.0, *args, **kwargs)
+    def __init__(self, database: Any, *args: Any, **kwargs: Any) -> None:
+        options = {
+            **dict(zip(_POSITIONS, args, strict=False)),
+            **kwargs,
+        }  # by name: from Python 3.15 on only that works
+        timeout = options.pop("timeout", _DEFAULT_TIMEOUT)
+        options.pop("factory", None)
+        options["check_same_thread"] = False  # it is closed from outside when its delivery dies
+        super().__init__(database, timeout=0.0, **options)
         self.patient = timeout > 0
         """It would wait for a lock."""
         self.locked = False
