@@ -757,7 +757,7 @@ class _Run:
         if actor.end == "failed":
             raise Hung(
                 "where deliveries overlap, each in a thread of its own, the job fails before its first step, and in "
-                f"the clean run it does not: {actor.error}. Look for things that belong to one thread, or use duplicates=1."
+                f"the clean run it does not: {actor.error}. Look for what belongs to one thread, or use duplicates=1."
             )
         self._compare(search.names.logs[UNSTARTED], UNSTARTED, actor.moved(), actor)
         search.begun()
