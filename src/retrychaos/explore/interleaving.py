@@ -12,33 +12,31 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from retrychaos.explore.company import VISITOR_PID, Company
+from retrychaos.explore.company import Company
+from retrychaos.explore.learning import Over, Run
 from retrychaos.explore.transitions import (
     CLOCK,
     UNSTARTED,
-    Log,
     Move,
     Names,
     Node,
     Outcome,
     Seat,
     Surprise,
+    index_of,
     shown_by_others,
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.delivery import LADDER, Job, Workshop
-from retrychaos.runtime.turns import Actor, Hung, Moved, Play
-from retrychaos.world.resource import BEGUN, SERIAL, Resource
+from retrychaos.runtime.turns import Hung, Play
+from retrychaos.world.resource import BEGUN
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
 """Deliveries of one message in one plan."""
 MOST_STEPS = 2_000
 """Steps on the way to a state; more is an endless loop."""
-_PATIENCE = 60
-"""Rounds of a loop that waits, after which it is taken to wait for ever."""
 _NEAR = 6
 """Steps that cost about as much as a new run: so far away, something unknown is worth going on for."""
 
@@ -106,9 +104,9 @@ class Interleaving:
         self.root = Node((), 0, (), scope.duplicates, False, rivals=self._rivals)
         self.reached: dict[Node, _Reached] = {}
         self.edges: dict[Node, list[tuple[Move, Node]]] = {}
-        self._workshop = workshop
+        self.workshop = workshop
         self._job = job
-        self._company = company
+        self.company = company
         self._start = start
         self._scope = scope
         self._limit = limit
@@ -222,28 +220,28 @@ class Interleaving:
             return True
         if move.kind == "rival":
             return self._try_rival(node, move)
-        entered = self._seated(node, move)
-        index = _index(entered, move.ident)
+        entered = self.seated(node, move)
+        index = index_of(entered, move.ident)
         if move.kind == "kill" and not self.is_felt(node, index):
-            self._reach(node, self._killed(node, index), move)
+            self._reach(node, self.killed(node, index), move)
             return True
         if move.kind == "run" and self._is_away(entered.seats[index]):
             return False
         if move.kind in ("begin", "run") and self.names.logs[entered.seats[index].log].end == "done":
-            self._reach(node, self._acknowledged(entered, index), move)
+            self._reach(node, self.acknowledged(entered, index), move)
             return True
         if move.kind == "begin" and self.names.logs[UNSTARTED].end:
             return False  # it raises before its first step, whatever the world is like
         if move.kind in ("begin", "run") and not self._may_sleep(entered, index):
             return False
-        key = self._key(entered, index, move.kind)
+        key = self.key(entered, index, move.kind)
         outcome = self._table.get(key)
         if outcome is None and move.kind == "run" and self.endless_of(entered, index) in self.endless:
             return False
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
-        after = self._after(entered, index, outcome)
+        after = self.after(entered, index, outcome)
         if after == node:
             return False
         self._reach(node, after, move)
@@ -262,7 +260,7 @@ class Interleaving:
 
     def _reach(self, before: Node, node: Node, move: Move) -> None:
         self.edges[before].append((move, node))
-        if move.kind != "kill" and not (move.kind == "rival" and self._company.may_stay_away(move.ident)):
+        if move.kind != "kill" and not (move.kind == "rival" and self.company.may_stay_away(move.ident)):
             if node in self._good:
                 self._finishes(before)
             else:
@@ -298,7 +296,7 @@ class Interleaving:
         """For how long the clock goes on."""
         if move.kind == "jump":
             return self._wait_of(node) or 0
-        index = _index(node, move.ident)
+        index = index_of(node, move.ident)
         return self.names.logs[node.seats[index].log].pause if move.kind == "run" and index >= 0 else 0
 
     # -- what moves come to -----------------------------------------------------------------------------------------
@@ -313,14 +311,14 @@ class Interleaving:
             taken |= names.logs[seat.log].taint
         return next(ident for ident in range(len(taken) + 1) if ident not in taken)
 
-    def _seated(self, node: Node, move: Move) -> Node:
+    def seated(self, node: Node, move: Move) -> Node:
         """The state in which the delivery that moves is there."""
         if move.kind != "begin":
             return node
         seats = tuple(sorted((*node.seats, Seat(move.ident, UNSTARTED))))
         return node._replace(seats=seats, idle=node.idle - 1)
 
-    def _key(self, node: Node, index: int, kind: str = "run") -> Hashable:
+    def key(self, node: Node, index: int, kind: str = "run") -> Hashable:
         """All that a step of this delivery can depend on."""
         if index < 0:
             return ("jump", node.time, node.versions)
@@ -354,7 +352,7 @@ class Interleaving:
         rung = 0 if outcome.changes else node.rung
         return node._replace(versions=after, clock=outcome.clock, seats=seats, rivals=rivals, rung=rung)
 
-    def _after(self, node: Node, index: int, outcome: Outcome) -> Node:
+    def after(self, node: Node, index: int, outcome: Outcome) -> Node:
         versions = node.versions
         if outcome.changes:
             changed = {**dict(versions), **dict(outcome.changes)}
@@ -411,11 +409,11 @@ class Interleaving:
             return seat
         return seat.with_context(resource, self.names.moved(context, dict(versions).get(resource, 0)))
 
-    def _acknowledged(self, node: Node, index: int) -> Node:
+    def acknowledged(self, node: Node, index: int) -> Node:
         seats = node.seats[:index] + node.seats[index + 1 :]
         return node._replace(seats=seats, idle=0, acked=True)
 
-    def _killed(self, node: Node, index: int) -> Node:
+    def killed(self, node: Node, index: int) -> Node:
         seats = node.seats[:index] + node.seats[index + 1 :]
         return node._replace(seats=seats, idle=node.idle + (not node.acked))
 
@@ -438,7 +436,7 @@ class Interleaving:
             return True
         if self.endless_of(node, index) in self.endless:
             return True
-        outcome = self._table.get(self._key(node, index))
+        outcome = self._table.get(self.key(node, index))
         return outcome is not None and outcome.end == "blocked"
 
     def _may_sleep(self, node: Node, index: int) -> bool:
@@ -461,7 +459,7 @@ class Interleaving:
         return min(ends, default=None)
 
     def _facts(self, node: Node) -> Facts:
-        found = self._workshop.world.found_facts
+        found = self.workshop.world.found_facts
         mine = {name: self.names.versions[number] for name, number in node.versions}
         return {**found, **{name: version for name, version in mine.items() if version is not None}}
 
@@ -469,7 +467,7 @@ class Interleaving:
 
     def _judge_at(self, node: Node) -> None:
         elapsed = self.reached[node].clock / 1000
-        deviation = self._company.judge(self._facts(node), elapsed, lambda: self._saved_at(node), self._ran(node))
+        deviation = self.company.judge(self._facts(node), elapsed, lambda: self._saved_at(node), self._ran(node))
         if deviation is not None:
             self.endings.append(Ending(node, deviation.kind, deviation.effect))
 
@@ -480,7 +478,7 @@ class Interleaving:
         key = (node.versions, node.rivals)
         known = self._excess.get(key)
         if known is None:
-            known = self._excess[key] = self._company.excess(self._facts(node), self._ran(node))
+            known = self._excess[key] = self.company.excess(self._facts(node), self._ran(node))
         return known
 
     def _stuck(self) -> list[Node]:
@@ -540,10 +538,10 @@ class Interleaving:
         return Ending(node, "stuck", error, move)
 
     def _error_of(self, node: Node, move: Move) -> str:
-        index = _index(node, move.ident)
+        index = index_of(node, move.ident)
         if self.names.logs[node.seats[index].log].end:
             return ""
-        outcome = self._table.get(self._key(node, index, move.kind))
+        outcome = self._table.get(self.key(node, index, move.kind))
         return self.names.logs[outcome.log].error if outcome is not None and outcome.end == "failed" else ""
 
     # -- learning ---------------------------------------------------------------------------------------------------
@@ -569,9 +567,9 @@ class Interleaving:
             start = reached.before
         saved, clock = self._saved[start.versions, start.time]
         self.runs += 1
-        with Play(self._workshop, self._job, saved, self._start, self._limit(), clock=clock) as play:
-            run = _Run(self, play, start)
-            with contextlib.suppress(_Over):
+        with Play(self.workshop, self._job, saved, self._start, self._limit(), clock=clock) as play:
+            run = Run(self, play, start)
+            with contextlib.suppress(Over):
                 for each in reversed(moves):
                     run.go(each)
                 while len(play.actors) < MAX_DELIVERIES and (onward := self._onward(run.node)):
@@ -588,17 +586,17 @@ class Interleaving:
         while ways:
             here, way = ways.popleft()
             for move in self._onward_moves(here):
-                entered = self._seated(here, move)
-                index = _index(entered, move.ident)
+                entered = self.seated(here, move)
+                index = index_of(entered, move.ident)
                 log = self.names.logs[entered.seats[index].log]
                 if log.end or not self._may_sleep(entered, index):
                     continue
-                outcome = self._table.get(self._key(entered, index))
+                outcome = self._table.get(self.key(entered, index))
                 if outcome is None and self.endless_of(entered, index) in self.endless:
                     continue
                 if outcome is None:
                     return [*way, move]
-                after = self._after(entered, index, outcome)
+                after = self.after(entered, index, outcome)
                 if len(way) + 1 < _NEAR and after not in seen:
                     seen.add(after)
                     ways.append((after, [*way, move]))
@@ -626,319 +624,7 @@ class Interleaving:
         """The world is in a state that one can come back to."""
         key = (node.versions, node.time)
         if key not in self._saved:
-            self._saved[key] = (self._workshop.world.save(), clock)
-
-
-class _Over(Exception):
-    """The real run has come to where the graph does not follow it."""
-
-
-class _Run:
-    """A real run beside the graph: what happens is learned and compared."""
-
-    def __init__(self, search: Interleaving, play: Play, node: Node) -> None:
-        self.node = node
-        self._search = search
-        self._play = play
-        self._serials: dict[str, Hashable] = {}
-        self._drawn: dict[int, dict[str, tuple[Any, Any]]] = {}
-        """Where counters stood before a delivery first drew from them, and after it last did."""
-        self._stored: set[int] = set()
-        """Deliveries that have left something behind since they drew."""
-        self._actors: dict[int, Actor] = {}
-
-    def go(self, move: Move) -> None:
-        search = self._search
-        search.moves += 1
-        if move.kind == "rival":
-            self._visit(self.node, move.ident)
-            return
-        node = search._seated(self.node, move)
-        index = _index(node, move.ident) if move.kind != "jump" else -1
-        if move.kind == "kill":
-            self._kill(node, index, move.ident)
-            return
-        if move.kind == "jump":
-            self._jump(node)
-            return
-        if move.kind == "begin":
-            self._begin(move.ident)
-        seat = node.seats[index]
-        log = search.names.logs[seat.log]
-        if log.end == "done":
-            del self._actors[seat.ident]
-            self.node = search._acknowledged(node, index)
-            return
-        if log.end:
-            raise _Over
-        self._step(node, index, seat, log, move.kind == "fail")
-
-    def _visit(self, node: Node, number: int) -> None:
-        """Other code runs, whole; or it is learned that it cannot, here."""
-        search, world = self._search, self._search._workshop.world
-        key = search.rival_key(node, number)
-        commits = {name: resource.commits for name, resource in world.resources.items()}
-        serials = {name: resource.serials() for name, resource in world.resources.items()}
-        visitor = self._play.visit(search._company.job(number), number, VISITOR_PID * number)
-        if visitor.end != "done":
-            search.found(key, Outcome(0, 0, (), False, node.clock, "blocked"))
-            raise _Over
-        facts = self._play.facts()
-        for name, resource in world.resources.items():
-            self._serials[name] = resource.serials()
-            if self._serials[name] != serials.get(name, self._serials[name]):  # drawn for good
-                self._drawn.setdefault(-number, {})[name] = (serials[name], self._serials[name])
-        changes, _ = self._changes(node, facts, "", frozenset())
-        stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
-        outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)))
-        self.node = search.visited(node, number, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
-
-    def _kill(self, node: Node, index: int, ident: int) -> None:
-        search = self._search
-        felt = search.is_felt(node, index)
-        actor = self._actors.pop(ident)
-        self._play.kill(actor)
-        if not felt:
-            self.node = search._killed(node, index)
-            return
-        key = search._key(node, index, "kill")
-        log = search.names.logs[node.seats[index].log]
-        name = log.pending.resource if log.pending is not None else ""
-        self._rewind(ident)
-        changes, _ = self._changes(node, self._play.facts(), "", frozenset())
-        others = self._others(node, index, name, changes)
-        outcome = Outcome(0, 0, changes, False, self._clock(node), "killed", others)
-        self.node = search._after(node, index, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
-
-    def _rewind(self, ident: int) -> None:
-        """Numbers that a delivery has drawn, and nobody can know, are free again when it is over.
-
-        Else each death would make a new state, for ever. If something that it did can hold them, they stay burnt.
-        """
-        world = self._search._workshop.world
-        drawn = self._drawn.pop(ident, None)
-        if drawn is None or ident in self._stored:
-            return
-        for name, (before, _) in drawn.items():
-            last = [each[name][1] for each in self._drawn.values() if name in each]
-            target = dict(before)
-            for others in last:
-                target = {oid: max(value, dict(others).get(oid, value)) for oid, value in target.items()}
-            world.resources[name].rewind_serials(tuple(target.items()))
-            self._serials[name] = world.resources[name].serials()
-
-    def _others(
-        self, node: Node, index: int, name: str, changes: tuple[tuple[str, int], ...]
-    ) -> tuple[tuple[int, int], ...]:
-        """Statements of others that waited in the server, and have come back by what happened here."""
-        names = self._search.names
-        back = self._play.settle()
-        resource = self._search._workshop.world.resources.get(name)
-        became: list[tuple[int, int]] = []
-        for at, seat in enumerate(node.seats):
-            context = seat.context(name)
-            actor = self._actors.get(seat.ident)
-            if at == index or resource is None or not names.waits(context) or actor not in back:
-                continue
-            assert actor is not None
-            version = dict(changes).get(name, node.version(name))
-            entry = ("back", version)
-            became.append((context, names.context(context, entry, resource.holds(actor) or BEGUN, resource.detailed)))
-        return tuple(became)
-
-    def _begin(self, ident: int) -> None:
-        search = self._search
-        self._stored.discard(ident)
-        actor = self._actors[ident] = self._play.begin(ident)
-        if actor.end == "failed":
-            raise Hung(
-                "where deliveries overlap, each in a thread of its own, the job fails before its first step, and in "
-                f"the clean run it does not: {actor.error}. Look for what belongs to one thread, or use duplicates=1."
-            )
-        self._compare(search.names.logs[UNSTARTED], UNSTARTED, actor.moved(), actor)
-        search.begun()
-
-    def _step(self, node: Node, index: int, seat: Seat, log: Log, fail: bool) -> None:
-        search, names = self._search, self._search.names
-        key = search._key(node, index, "fail" if fail else "run")
-        assert log.pending is not None
-        name = log.pending.resource
-        actor = self._actors[seat.ident]
-        if name == CLOCK and search.lingers(node, seat):
-            self._linger(node, index, seat, actor, key)
-            return
-        world = search._workshop.world
-        resource = world.resources.get(name)
-        commits = resource.commits if resource is not None else 0
-        moved = self._play.run(actor, surface=fail)
-        facts = self._play.facts()
-        resource = world.resources.get(name)
-        if resource is not None:
-            self._note_serials(name, resource, seat.ident)
-        if seat.ident in self._drawn and self._has_stored(node, facts):
-            self._stored.add(seat.ident)
-        taint = log.taint | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
-        if moved.end in ("done", "failed"):
-            self._rewind(seat.ident)
-        changes, read = self._changes(node, facts, name, taint)
-        clock = self._clock(node)
-        number = seat.log
-        if moved.end != "blocked":
-            seen: Hashable = moved.seen
-            if seen is None:
-                seen = ("state", node.version(name), seat.context(name), key)
-            number = names.log(seat.log, name, log.pending.signature, seen, moved.end, clock)
-            known = names.logs[number]
-            fresh = log.taint | read
-            known.taint = fresh if not known.learned else known.taint & fresh
-            known.serial = seat.ident in self._drawn and not moved.end
-            self._compare(known, number, moved, actor)
-        outcome = Outcome(
-            number,
-            self._context(node, index, resource, actor, moved),
-            changes,
-            resource is not None and resource.commits > commits,
-            clock,
-            moved.end,
-            self._others(node, index, name, changes),
-        )
-        if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
-            outcome = outcome._replace(log=earlier[0], polled=earlier[1])
-        self.node = search._after(node, index, outcome)
-        if moved.end == "failed":
-            del self._actors[seat.ident]
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
-
-    def _linger(self, node: Node, index: int, seat: Seat, actor: Actor, key: Hashable) -> None:
-        """Let it go round and round, until it observes something new or gives up; or find that it waits for ever.
-
-        Time passes, but no expiry: that is another move.
-        """
-        search, names = self._search, self._search.names
-        number = seat.log
-        for _ in range(_PATIENCE):
-            left = self._play.until_expiry()
-            if left is not None and actor.pause >= left:
-                break
-            before = number
-            while True:
-                log = names.logs[number]
-                assert log.pending is not None
-                moved = self._play.run(actor)
-                facts = self._play.facts()
-                clock = self._clock(node)
-                changes, read = self._changes(node, facts, log.pending.resource, log.taint)
-                if moved.end == "blocked":
-                    break
-                seen: Hashable = moved.seen if moved.seen is not None else ("state", log.pending.resource, key)
-                number = names.log(number, log.pending.resource, log.pending.signature, seen, moved.end, clock)
-                known = names.logs[number]
-                known.taint = known.taint | read
-                self._compare(known, number, moved, actor)
-                if changes or moved.end or actor.pause:
-                    break
-            if moved.end == "blocked":
-                break
-            earlier = names.round_before(number) if actor.pause and not moved.end else None
-            if earlier is None or changes:
-                outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end)
-                self.node = search._after(node, index, outcome)
-                if moved.end == "failed":
-                    del self._actors[seat.ident]
-                search.keep(self.node, self._play.clock)
-                search.found(key, outcome)
-                return
-            number = before if earlier[0] == before else earlier[0]
-        search.endless.add(search.endless_of(node, index))
-        search.found(key, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
-        raise _Over
-
-    def _changes(
-        self, node: Node, facts: Facts, resource: str, taint: frozenset[int] | set[int]
-    ) -> tuple[tuple[tuple[str, int], ...], frozenset[int]]:
-        """Which versions are others now; and whose random values may be in what was read."""
-        search, names = self._search, self._search.names
-        world = search._workshop.world
-        now = search._workshop.clock.now()
-        changes: list[tuple[str, int]] = []
-        read: frozenset[int] = frozenset()
-        for name, version in facts.items():
-            if name not in self._serials:
-                self._serials[name] = world.resources[name].serials()
-            names.found(name, world.found_facts[name], world.found_serials[name])
-            before = node.version(name)
-            if name == resource:
-                read = names.taints[before]
-            number = names.version(name, version, self._serials[name], frozenset(names.taints[before] | taint), now)
-            if number != before:
-                changes.append((name, number))
-        return tuple(changes), read
-
-    def _has_stored(self, node: Node, facts: Facts) -> bool:
-        """Something is there now that was not there before the step."""
-        names, found = self._search.names, self._search._workshop.world.found_facts
-        return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
-
-    def _note_serials(self, name: str, resource: Resource, ident: int) -> None:
-        serials = resource.serials()
-        before = self._serials.get(name, self._search._workshop.world.found_serials.get(name, serials))
-        self._serials[name] = serials
-        if serials != before:
-            first = self._drawn.setdefault(ident, {}).get(name, (before, None))[0]
-            self._drawn[ident][name] = (first, serials)
-
-    def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved) -> int:
-        if resource is None or moved.end in ("done", "failed"):
-            return 0
-        names = self._search.names
-        seat = node.seats[index]
-        before = seat.context(resource.name)
-        shown = resource.holds(actor)
-        if moved.end == "blocked" and names.level(before) == shown:
-            return before
-        entry: Hashable = (seat.log, node.version(resource.name), moved.end)
-        others = [each for each in node.seats if each is not seat and names.felt(each.context(resource.name))]
-        if moved.end == "blocked":
-            entry = (entry, sum(names.waits(each.context(resource.name)) for each in others))  # its place in the queue
-        if shown == SERIAL:  # what comes of it depends on where each was when the other did what
-            entry = (entry, tuple(sorted((each.log, names.level(each.context(resource.name))) for each in others)))
-        return names.context(before, entry, shown, resource.detailed)
-
-    def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
-        """What a delivery with this log does next: learned, or compared with what was learned."""
-        pause = max(1, round(actor.pause * 1000)) if actor.pause else 0
-        if not log.learned:
-            log.learned = True
-            log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, moved.error, moved.drew, pause
-            log.place = actor.place if pause else 0
-            return
-        known: tuple[object, ...] = (log.pending.signature if log.pending else None, log.end, log.drew)
-        now: tuple[object, ...] = (moved.next.signature if moved.next else None, moved.end, moved.drew)
-        if not log.drew:  # else how long it sleeps, and what its error says, may be drawn: others draw other values
-            known, now = (*known, log.error, log.pause), (*now, moved.error, pause)
-        if known != now:
-            raise Surprise(f"after the same observations: {known} and {now}")
-
-    def _clock(self, node: Node) -> int:
-        return self._play.clock if self._search.timed else node.clock
-
-    def _jump(self, node: Node) -> None:
-        search = self._search
-        passed = self._play.jump(node.rung)
-        changes, _ = self._changes(node, self._play.facts(), "", frozenset())
-        outcome = Outcome(0, 0, changes, False, self._clock(node), "" if passed else "vain")
-        self.node = search._after(node, -1, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(search._key(node, -1), outcome)
-
-
-def _index(node: Node, ident: int) -> int:
-    return next((at for at, seat in enumerate(node.seats) if seat.ident == ident), -1)
+            self._saved[key] = (self.workshop.world.save(), clock)
 
 
 __all__ = ["Ending", "Hung", "Interleaving", "OutOfTime", "Scope"]

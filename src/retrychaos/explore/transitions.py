@@ -310,3 +310,7 @@ def _timeless(rows: Iterable[Row]) -> list[tuple[Cell, ...]]:
 def _is_about(cell: Cell, now: float) -> bool:
     at = moment(cell) if isinstance(cell, str | int | float) and not isinstance(cell, bool) else None
     return at is not None and abs(at - now) < _SOON
+
+
+def index_of(node: Node, ident: int) -> int:
+    return next((at for at, seat in enumerate(node.seats) if seat.ident == ident), -1)
