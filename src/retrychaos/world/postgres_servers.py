@@ -22,7 +22,7 @@ _WHO = """
 SELECT (SELECT system_identifier FROM pg_control_system())::text, (SELECT oid FROM pg_database WHERE datname =
     current_database())::text, current_setting('server_version_num'), pg_is_in_recovery()::text
 """
-_OLDEST = 120_000
+_OLDEST = 130_000
 
 
 class Servers:
@@ -59,7 +59,7 @@ class Servers:
         system, oid, version, standby = line.ask(_WHO)[0]
         if int(str(version)) < _OLDEST or standby == "true":
             raise WorldError(
-                f"the database {name} on {place} cannot be rewound: it is a standby, or older than PostgreSQL 12. Use "
+                f"the database {name} on {place} cannot be rewound: it is a standby, or older than PostgreSQL 13. Use "
                 "a primary of a newer version for tests."
             )
         identity = f"postgresql:{system}/{oid}"
