@@ -116,7 +116,8 @@ class Actor:
         finally:
             self.pending = None
             self.end, self.error = (end, error) if self.fence is None else ("stopped", "")
-            self._play.back.release()
+            with contextlib.suppress(RuntimeError):  # nobody waits any more: it was given up
+                self._play.back.release()
 
     def boundary(self, step: Step) -> None:
         if _get_ident() != self.thread.ident:
