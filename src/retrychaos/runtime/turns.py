@@ -397,7 +397,8 @@ class Play:
         return True
 
     def advance(self, seconds: float) -> None:
-        """The clock moves on."""
+        """The clock moves on, and with it what ends by itself."""
+        self._world.facts()
         clock = self._workshop.clock
         before = clock.now()
         self.clock += max(1, round(seconds * 1000)) if seconds else 0
