@@ -124,6 +124,26 @@ class TurnConnection(sqlite3.Connection):
             if self.handle is None:
                 raise  # else its delivery has died, and the connection with it
 
+    def do(self, statement: str, action: Callable[[], Any]) -> None:
+        """Run a statement as a step, announced if nobody has done that, and waiting for others where SQLite would."""
+        handle, resource = self.handle, self.resource
+        assert handle is not None
+        assert resource is not None
+        raw = not handle.announced
+        if raw:
+            self.announce(statement)
+            handle.announced = True
+        try:
+            self.patiently(action, ending=bool(_COMMITS.match(statement)))
+        except sqlite3.Error as error:
+            # A statement that fails keeps the lock that it has taken, until the transaction ends.
+            self.settle("" if _is_busy(error) else statement)
+            resource.stage.observed("error", type(error).__name__, str(error))
+            raise
+        finally:
+            if raw:
+                handle.announced = False
+
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def patiently(self, action: Callable[[], Any], ending: bool = False) -> Any:
@@ -175,20 +195,7 @@ class TurnCursor(sqlite3.Cursor):
         handle, resource = connection.handle, connection.resource
         assert handle is not None
         assert resource is not None
-        raw = not handle.announced
-        if raw:
-            connection.announce(statement)
-            handle.announced = True
-        try:
-            connection.patiently(lambda: self._perform(statement, parameters), ending=bool(_COMMITS.match(statement)))
-        except sqlite3.Error as error:
-            # A statement that fails keeps the lock that it has taken, until the transaction ends.
-            connection.settle("" if _is_busy(error) else statement)
-            resource.stage.observed("error", type(error).__name__, str(error))
-            raise
-        finally:
-            if raw:
-                handle.announced = False
+        connection.do(statement, lambda: self._perform(statement, parameters))
         if statement.lstrip()[:8].upper() == "ROLLBACK" and " TO" not in statement.upper():
             handle.effects = []
         connection.settle(statement)
@@ -211,25 +218,10 @@ class TurnCursor(sqlite3.Cursor):
             super().executemany(statement, rows)
             return self
         rows = list(rows)
-        handle, resource = connection.handle, connection.resource
-        assert handle is not None
-        assert resource is not None
-        raw = not handle.announced
-        if raw:
-            connection.announce(statement)
-            handle.announced = True
-        try:
-            connection.patiently(lambda: sqlite3.Cursor.executemany(self, statement, rows))
-        except sqlite3.Error as error:
-            # A statement that fails keeps the lock that it has taken, until the transaction ends.
-            connection.settle("" if _is_busy(error) else statement)
-            resource.stage.observed("error", type(error).__name__, str(error))
-            raise
-        finally:
-            if raw:
-                handle.announced = False
+        assert connection.resource is not None
+        connection.do(statement, lambda: sqlite3.Cursor.executemany(self, statement, rows))
         connection.settle(statement)
-        resource.stage.observed(self.rowcount, self.lastrowid)
+        connection.resource.stage.observed(self.rowcount, self.lastrowid)
         return self
 
     def executescript(self, script: str) -> TurnCursor:
