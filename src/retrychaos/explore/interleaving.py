@@ -29,7 +29,7 @@ from retrychaos.explore.transitions import (
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.delivery import LADDER, Job, Workshop
-from retrychaos.runtime.turns import Hung, Play
+from retrychaos.runtime.turns import Play
 from retrychaos.world.resource import BEGUN
 from retrychaos.world.world import Saved
 
@@ -343,8 +343,7 @@ class Interleaving:
 
     def visited(self, node: Node, number: int, outcome: Outcome) -> Node:
         """The state after other code has run."""
-        versions = {**dict(node.versions), **dict(outcome.changes)}
-        after = tuple(sorted((name, version) for name, version in versions.items() if version))
+        after = _changed(node.versions, outcome.changes)
         seats = node.seats
         for resource in outcome.stirs:
             seats = tuple(self._stirred(seat, resource, after) for seat in seats)
@@ -353,10 +352,7 @@ class Interleaving:
         return node._replace(versions=after, clock=outcome.clock, seats=seats, rivals=rivals, rung=rung)
 
     def after(self, node: Node, index: int, outcome: Outcome) -> Node:
-        versions = node.versions
-        if outcome.changes:
-            changed = {**dict(versions), **dict(outcome.changes)}
-            versions = tuple(sorted((name, version) for name, version in changed.items() if version))
+        versions = _changed(node.versions, outcome.changes) if outcome.changes else node.versions
         seats = list(node.seats)
         idle = node.idle
         if index >= 0:
@@ -627,4 +623,9 @@ class Interleaving:
             self._saved[key] = (self.workshop.world.save(), clock)
 
 
-__all__ = ["Ending", "Hung", "Interleaving", "OutOfTime", "Scope"]
+def _changed(
+    versions: tuple[tuple[str, int], ...], changes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...]:
+    """The versions after some of them have changed."""
+    after = {**dict(versions), **dict(changes)}
+    return tuple(sorted((name, version) for name, version in after.items() if version))

@@ -224,7 +224,6 @@ class Run:
             left = self._play.until_expiry()
             if left is not None and actor.pause >= left:
                 break
-            before = number
             while True:
                 log = names.logs[number]
                 assert log.pending is not None
@@ -252,7 +251,7 @@ class Run:
                 search.keep(self.node, self._play.clock)
                 search.found(key, outcome)
                 return
-            number = before if earlier[0] == before else earlier[0]
+            number = earlier[0]
         search.endless.add(search.endless_of(node, index))
         search.found(key, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
         raise Over

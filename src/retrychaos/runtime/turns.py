@@ -289,11 +289,9 @@ class Play:
         self._on: Actor | None = None
         self._timer = 0.0
         """When the server's timer for deadlocks has run out for the statement that began to wait last."""
-        self._stray_threads: set[threading.Thread] = set()
 
     def __enter__(self) -> Play:
         workshop, world = self._workshop, self._world
-        self._stray_threads = set(threading.enumerate())
         world.shifted, world.traced = False, self.traced
         workshop.clock.set(self._base + self.clock / 1000)
         world.restore(self._start)
