@@ -87,7 +87,8 @@ _CLASSES: tuple[type, ...] = (
 )
 _DISPATCHERS: tuple[type, ...] = (Engine, Pool, DefaultDialect, Session)
 _SIGNALS = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
-_COMES_AND_GOES = frozenset({"__warningregistry__", "tempdir", "_name_sequence", "_", "__builtins__"})
+# Made on first use by the standard library itself, and the like.
+_COMES_AND_GOES = frozenset({"__warningregistry__", "tempdir", "_name_sequence", "_", "__builtins__", "_sha512"})
 
 Names: TypeAlias = dict[str, Any]
 

@@ -96,6 +96,7 @@ def test_worlds_that_cannot_be_shared_say_so(twice: Chaos, db: Engine) -> None:
     report = twice.explore(mark, memory)
     assert report.verdict == "inconclusive" and "Use a SQLite file" in report.stop_reason
     assert any("one delivery at a time" in note for note in report.notes)
+    memory.dispose()
 
     session = Session(db)
 

@@ -231,7 +231,8 @@ class Check:
         how = f"one delivery at a time, redelivered {late}"
         if self._options.duplicates > 1:
             up_to = f"up to {self._options.duplicates} deliveries that overlap in every order of their steps"
-            how = f"redelivered {late}, and {up_to}"
+            jam = ", of which one at a time waits for the end of a transaction" if done.jammed else ""
+            how = f"redelivered {late}, and {up_to}{jam}"
         return replace(
             report,
             guarantee=(

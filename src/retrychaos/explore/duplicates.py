@@ -60,6 +60,8 @@ class Overlapped:
     switches: int = 0
     """All orders with less switches were tried, without a crash."""
     bounded: bool = False
+    jammed: bool = False
+    """No two were let wait in a server for the same transaction."""
     notes: tuple[str, ...] = ()
 
 
@@ -132,6 +134,7 @@ def _explore(
         reason=reason,
         spent=spent,
         bounded=search.bounded,
+        jammed=search.jammed,
         notes=tuple(search.notes),
         switches=search.switches,
     )

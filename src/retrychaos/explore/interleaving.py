@@ -17,6 +17,7 @@ from retrychaos.explore.company import Company
 from retrychaos.explore.learning import Over, Run
 from retrychaos.explore.transitions import (
     CLOCK,
+    JAMMED,
     UNSTARTED,
     Move,
     Names,
@@ -97,6 +98,8 @@ class Interleaving:
         self.runs = 0
         self.moves = 0
         self.bounded = False
+        self.jammed = False
+        """A delivery had to stand aside where it would have waited in a server for the same as another one."""
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.endings: list[Ending] = []
@@ -325,16 +328,20 @@ class Interleaving:
         seat = node.seats[index]
         log = self.names.logs[seat.log]
         if kind == "kill":
-            others = tuple(each for at, each in enumerate(node.seats) if at != index)
-            return ("kill", seat, node.versions, node.time, others)
+            others = tuple(sorted(self._nameless(each) for at, each in enumerate(node.seats) if at != index))
+            return ("kill", self._nameless(seat), node.versions, node.time, others)
         assert log.pending is not None
         resource = log.pending.resource
-        ident = seat.ident if log.drew or not self._shared else -1
+        ident = self._nameless(seat).ident
         if resource == CLOCK:
             return (ident, seat.log, node.time, node.versions, self.lingers(node, seat))
         shown = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
         how = kind == "fail"
         return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, how)
+
+    def _nameless(self, seat: Seat) -> Seat:
+        """What one delivery does holds for others, as long as it has drawn nothing at random."""
+        return seat if self.names.logs[seat.log].drew or not self._shared else seat._replace(ident=-1)
 
     @staticmethod
     def rival_key(node: Node, number: int) -> Hashable:
@@ -433,7 +440,7 @@ class Interleaving:
         if self.endless_of(node, index) in self.endless:
             return True
         outcome = self._table.get(self.key(node, index))
-        return outcome is not None and outcome.end == "blocked"
+        return outcome is not None and outcome.end in ("blocked", JAMMED)
 
     def _may_sleep(self, node: Node, index: int) -> bool:
         """Time passes an expiry only when nobody could do something instead, unless that is asked for."""
@@ -603,6 +610,9 @@ class Interleaving:
             yield Move("run", seat.ident)
         if node.idle and not node.acked:
             yield Move("begin", self._free_ident(node))
+
+    def known(self, key: Hashable) -> Outcome | None:
+        return self._table.get(key)
 
     def found(self, key: Hashable, outcome: Outcome) -> None:
         """A transition was seen."""

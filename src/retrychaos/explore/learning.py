@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from retrychaos.explore.company import VISITOR_PID
 from retrychaos.explore.transitions import (
     CLOCK,
+    JAMMED,
     UNSTARTED,
     Log,
     Move,
@@ -15,6 +16,7 @@ from retrychaos.explore.transitions import (
     Outcome,
     Seat,
     Surprise,
+    Waits,
     index_of,
 )
 from retrychaos.model.ledger import Facts
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 60
 """Rounds of a loop that waits, after which it is taken to wait for ever."""
+_SAMPLE = 8
+"""Of so many steps that are known, one is looked at in full."""
 
 
 class Over(Exception):
@@ -145,8 +149,8 @@ class Run:
                 continue
             assert actor is not None
             version = dict(changes).get(name, node.version(name))
-            entry = ("back", version)
-            became.append((context, names.context(context, entry, resource.holds(actor) or BEGUN, resource.detailed)))
+            shown = resource.holds(actor) or BEGUN
+            became.append((context, names.back(context, version, shown)))
         return tuple(became)
 
     def _begin(self, ident: int) -> None:
@@ -173,9 +177,17 @@ class Run:
         world = search.workshop.world
         resource = world.resources.get(name)
         commits = resource.commits if resource is not None else 0
-        moved = self._play.run(actor, surface=fail)
+        known = search.known(key)
+        if known is not None and known.end == JAMMED:
+            self.node = search.after(node, index, known)
+            return
+        moved = self._play.run(actor, surface=fail, circle=known is None or names.errs(known.log))
         facts = self._play.facts()
         resource = world.resources.get(name)
+        if moved.end == "blocked" and resource is not None and self._jams(node, index, resource, actor):
+            search.jammed = True
+            search.found(key, Outcome(seat.log, seat.context(name), (), False, node.clock, JAMMED))
+            raise Over
         if resource is not None:
             self._note_serials(name, resource, seat.ident)
         if seat.ident in self._drawn and self._has_stored(node, facts):
@@ -191,14 +203,16 @@ class Run:
             if seen is None:
                 seen = ("state", node.version(name), seat.context(name), key)
             number = names.log(seat.log, name, log.pending.signature, seen, moved.end, clock)
-            known = names.logs[number]
+            grown = names.logs[number]
             fresh = log.taint | read
-            known.taint = fresh if not known.learned else known.taint & fresh
-            known.serial = seat.ident in self._drawn and not moved.end
-            self._compare(known, number, moved, actor)
+            grown.taint = fresh if not grown.learned else grown.taint & fresh
+            grown.serial = seat.ident in self._drawn and not moved.end
+            self._compare(grown, number, moved, actor)
+        # What it shows to others takes a query to find out: of what is known, only a sample is asked again.
+        asks = known is None or known.end != moved.end or search.moves % _SAMPLE == 0
         outcome = Outcome(
             number,
-            self._context(node, index, resource, actor, moved),
+            self._context(node, index, resource, actor, moved) if asks or known is None else known.context,
             changes,
             resource is not None and resource.commits > commits,
             clock,
@@ -212,6 +226,13 @@ class Run:
             del self._actors[seat.ident]
         search.keep(self.node, self._play.clock)
         search.found(key, outcome)
+
+    def _jams(self, node: Node, index: int, resource: Resource, actor: Actor) -> bool:
+        """Another one waits for the same already, and it cannot be told who of both would get it first: so this one
+        has not sent its statement yet."""
+        names = self._search.names
+        others = any(names.waits(each.context(resource.name)) for at, each in enumerate(node.seats) if at != index)
+        return others and not names.waits(node.seats[index].context(resource.name)) and resource.races(actor)
 
     def _linger(self, node: Node, index: int, seat: Seat, actor: Actor, key: Hashable) -> None:
         """Let it go round and round, until it observes something new or gives up; or find that it waits for ever.
@@ -235,9 +256,9 @@ class Run:
                     break
                 seen: Hashable = moved.seen if moved.seen is not None else ("state", log.pending.resource, key)
                 number = names.log(number, log.pending.resource, log.pending.signature, seen, moved.end, clock)
-                known = names.logs[number]
-                known.taint = known.taint | read
-                self._compare(known, number, moved, actor)
+                grown = names.logs[number]
+                grown.taint = grown.taint | read
+                self._compare(grown, number, moved, actor)
                 if changes or moved.end or actor.pause:
                     break
             if moved.end == "blocked":
@@ -299,13 +320,17 @@ class Run:
         shown = resource.holds(actor)
         if moved.end == "blocked" and names.level(before) == shown:
             return before
-        entry: Hashable = (seat.log, node.version(resource.name), moved.end)
+        version = node.version(resource.name)
+        if shown != SERIAL:
+            before = names.as_if_at_once(before, version)
+        entry: Hashable = (seat.log, version, moved.end)
         others = [each for each in node.seats if each is not seat and names.felt(each.context(resource.name))]
         if moved.end == "blocked":
-            entry = (entry, sum(names.waits(each.context(resource.name)) for each in others))  # its place in the queue
+            place = sum(names.waits(each.context(resource.name)) for each in others)
+            entry = Waits(seat.log, version, place)
         if shown == SERIAL:  # what comes of it depends on where each was when the other did what
             entry = (entry, tuple(sorted((each.log, names.level(each.context(resource.name))) for each in others)))
-        return names.context(before, entry, shown, resource.detailed)
+        return names.context(before, entry, shown)
 
     def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""

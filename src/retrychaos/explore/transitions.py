@@ -19,12 +19,16 @@ from typing import Any, NamedTuple
 from retrychaos.explore.volatile import moment
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.step import Step
-from retrychaos.world.resource import BEGUN, WAITS
+from retrychaos.world.resource import BEGUN, MORE, SERIAL, WAITS
 
 CLOCK = "clock"
 """The resource of a sleep."""
 UNSTARTED = 0
 """The log of a delivery that has not begun."""
+_UNTOLD = (MORE, SERIAL, WAITS)
+"""How others are affected by these depends on more, so each is another."""
+JAMMED = "jammed"
+"""How a step ends that was not begun, since it would wait in a server for the same as that of another delivery."""
 _SOON = 3_600.0
 _real_now = time.time
 NOTHING_OPEN = 0
@@ -90,7 +94,7 @@ class Move(NamedTuple):
 class Outcome(NamedTuple):
     """What a step does.
 
-    end: empty, ``blocked``, ``done`` (returned), ``failed`` (raised: a nack).
+    end: empty, ``blocked``, JAMMED, ``done`` (returned), ``failed`` (raised: a nack).
     """
 
     log: int
@@ -135,6 +139,20 @@ class _Moved(NamedTuple):
     """Versions that others have committed since."""
 
     versions: frozenset[int]
+
+
+class Waits(NamedTuple):
+    """A statement waits in the server for others. place: how many have waited there before it."""
+
+    log: int
+    version: int
+    place: int
+
+
+class _Back(NamedTuple):
+    """The statement that has waited in the server has come back, when this was the version."""
+
+    version: int
 
 
 @dataclass
@@ -221,18 +239,15 @@ class Names:
             self.logs.append(Log(before, resource, signature, seen))
         return number
 
-    def context(self, before: int, entry: Hashable, shown: str, detailed: bool = False) -> int:
-        """What a delivery has open after one more operation, of which others see `shown`.
-
-        detailed: others can be affected by more of it than that.
-        """
+    def context(self, before: int, entry: Hashable, shown: str) -> int:
+        """What a delivery has open after one more operation, of which others see `shown`."""
         if not shown:
             return NOTHING_OPEN
         key = (before, entry, shown)
         number = self._contexts.get(key)
         if number is None:
             number = self._contexts[key] = len(self.contexts)
-            full = f"{shown}#{number}" if detailed and shown != BEGUN else shown
+            full = f"{shown}#{number}" if shown in _UNTOLD else shown
             self.contexts.append(_Context((before, entry), full))
         return number
 
@@ -257,8 +272,25 @@ class Names:
         versions = frozenset({version})
         if isinstance(entry, _Moved):
             context, versions = before, entry.versions | versions
-        shown, _, detail = self.shown(context).partition("#")
-        return self.context(context, _Moved(versions), shown, detailed=bool(detail))
+        return self.context(context, _Moved(versions), self.level(context))
+
+    def back(self, context: int, version: int, shown: str) -> int:
+        """The same work open, after the statement that waited has come back."""
+        return self.context(context, _Back(version), shown)
+
+    def as_if_at_once(self, context: int, version: int) -> int:
+        """The context before a statement that has waited, if nothing was committed meanwhile: then it has done what it
+        would have done at once."""
+        waiting, entry = self.contexts[context].entries
+        if not isinstance(entry, _Back) or entry.version != version:
+            return context
+        before, waited = self.contexts[waiting].entries
+        return before if isinstance(waited, Waits) and waited.version == version else context
+
+    def errs(self, log: int) -> bool:
+        """Its last step has raised an error."""
+        seen = self.logs[log].seen
+        return isinstance(seen, tuple) and seen[:1] == ("error",)
 
     def polled(self, context: int) -> Any:
         """What a loop that waits looks at, and which versions it has seen there."""

@@ -344,13 +344,18 @@ class Play:
         workshop.chance.note(actor.stream)
         return actor
 
-    def run(self, actor: Actor, surface: bool = False) -> Moved:
-        """Let it do the step that it stands before, up to the next. surface: a step that waits fails instead."""
+    def run(self, actor: Actor, surface: bool = False, circle: bool = True) -> Moved:
+        """Let it do the step that it stands before, up to the next.
+
+        surface: a step that waits fails instead. circle: deliveries may come to wait for each other by it.
+        """
         if actor.away and actor not in self.settle():
             return actor.moved()  # its statement still waits in the server
         actor.surface = surface
         if actor.pause:
             self.advance(actor.pause)
+        if circle:
+            self._let_timers_run_out()
         self._hand_to(actor)
         self._workshop.chance.note(actor.stream)
         moved = actor.moved()
@@ -365,6 +370,7 @@ class Play:
         visitor = Visitor(self, job, number, f"visitor {number}", self._workshop.pid_of(pid))
         self._visitors.append(visitor)
         visitor.thread.start()
+        self._let_timers_run_out()
         try:
             self._hand_to(visitor)
         except Hung:
@@ -436,11 +442,6 @@ class Play:
         """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
         if self._on is not actor:
             self._enter(actor)
-        # In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
-        # closed. So the timer of a statement that waits has to run out before another one may close a circle.
-        left = self._timer - _monotonic()
-        if left > 0:
-            _sleep(left)
         self._world.recorder = self.running = actor
         actor.go.release()
         try:
@@ -453,6 +454,13 @@ class Play:
             raise actor.cause
         if actor.fence is not None or actor.end == "stopped":
             raise Hung(self.doubts[-1] if self.doubts else f"delivery {actor.number} was ended")
+
+    def _let_timers_run_out(self) -> None:
+        """In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
+        closed. So the timer of a statement that waits has to run out before another one may close a circle."""
+        left = self._timer - _monotonic()
+        if left > 0:
+            _sleep(left)
 
     def _await(self, actor: Actor) -> None:
         """Until it stands at its next boundary, or waits in a server for somebody else."""

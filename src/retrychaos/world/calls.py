@@ -276,10 +276,12 @@ class Calls:
         """Receivers keep nothing open."""
 
     alone = ""
-    detailed = False
 
     def waits(self, owner: object) -> str:
         return ""
+
+    def races(self, owner: object) -> bool:
+        return False  # nothing waits in there
 
     def serials(self) -> Hashable:
         return None

@@ -26,13 +26,14 @@ from retrychaos.world.postgres_line import (
     Line,
     LineError,
     backend,
+    cancel,
     clear,
     finish,
     run,
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import BEGUN, CIRCLE, SERIAL, WAITS, Blob, Stage
+from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, WAITS, Blob, Stage
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
@@ -305,7 +306,6 @@ class PostgresDatabase:
 
     private = False
     alone = ""
-    detailed = True
 
     def holds(self, owner: object) -> str:
         """What the server says that it has: a lock that others can notice, or a snapshot."""
@@ -313,17 +313,22 @@ class PostgresDatabase:
         if not pids:
             return ""
         locks = self._ask(
-            "SELECT DISTINCT mode, locktype, granted::text FROM pg_locks WHERE locktype <> 'virtualxid' "
-            f"AND pid IN ({', '.join(map(str, pids))})"
+            "SELECT DISTINCT locktype, mode, granted::text, relation::text, concat_ws(' ', classid, objid, objsubid) "
+            f"FROM pg_locks WHERE locktype <> 'virtualxid' AND pid IN ({', '.join(map(str, pids))})"
         )
-        if any(granted == "false" for *_, granted in locks):
+        if any(granted == "false" for _, _, granted, *_ in locks):
             return WAITS
-        if any(mode == "SIReadLock" for mode, *_ in locks):
+        if any(mode == "SIReadLock" for _, mode, *_ in locks):
             return SERIAL
-        if any(mode != "AccessShareLock" for mode, *_ in locks):
-            return "locks"
+        if any(kind == "transactionid" for kind, *_ in locks):
+            return MORE  # without a number it cannot have locked rows, and all locks are told here
+        told = [
+            f"{mode} {kind} {relation or ''} {rest}"
+            for kind, mode, _, relation, rest in locks
+            if relation is None or int(relation) in self._schema.tables
+        ]
         if locks:
-            return "reads"
+            return f"locks {', '.join(sorted(told))}"
         open_ = any(h.owner is owner and standing(h.raw) in (IN_TRANSACTION, FAILED) for h in self.handles.values())
         return BEGUN if open_ else ""
 
@@ -336,6 +341,16 @@ class PostgresDatabase:
             if found is not None:
                 return CIRCLE if found == "true" else WAITS
         return ""
+
+    def races(self, owner: object) -> bool:
+        # When a transaction ends, all who wait for that are woken at once. Other locks are given in turn.
+        pids = ", ".join(map(str, self._pids(owner)))
+        return bool(
+            self._ask(
+                "SELECT FROM pg_locks mine JOIN pg_locks other USING (transactionid) WHERE NOT mine.granted "
+                f"AND NOT other.granted AND mine.pid IN ({pids}) AND other.pid NOT IN ({pids}) LIMIT 1"
+            )
+        )
 
     def serials(self) -> Hashable:
         """Where sequences stand. No transaction holds them, and a crash does not bring them back."""
@@ -353,15 +368,22 @@ class PostgresDatabase:
     def _pids(self, owner: object) -> list[int]:
         return [each.pid for each in self.handles.values() if each.owner is owner and each.pid is not None]
 
-    def leave(self, owner: object) -> list[Any]:
-        """A delivery is over while others go on: what it had open is gone. Gives its connections."""
-        raws: list[Any] = []
+    def cancel(self, handle: Handle) -> None:
+        """Its statement that waits in the server ends."""
+        if handle.pid is None:
+            cancel(handle.raw)
+        else:
+            self._ask(f"SELECT pg_cancel_backend({handle.pid})")
+
+    def leave(self, owner: object) -> list[tuple[Any, bool]]:
+        """A delivery is over while others go on: what it had open is gone. Gives its connections, and whether each is
+        good for another one."""
+        left: list[tuple[Any, bool]] = []
         for key, handle in list(self.handles.items()):
             if handle.owner is owner:
                 del self.handles[key]
-                clear(handle.raw)
-                raws.append(handle.raw)
-        return raws
+                left.append((handle.raw, clear(handle.raw)))
+        return left
 
     def shift(self, seconds: float) -> None:
         """The server's clock cannot be moved."""

@@ -35,7 +35,6 @@ from retrychaos.world.postgres_line import (
     IDLE,
     IN_TRANSACTION,
     LineError,
-    cancel,
     clear,
     cut_off,
     driver_of,
@@ -102,14 +101,15 @@ class PostgresSource:
                 self._prepare(driver)
 
     def cancel(self, owner: object) -> None:
-        for _, handle in self._followed.values():
+        for database, handle in self._followed.values():
             if handle.owner is owner:
-                cancel(handle.raw)
+                database.cancel(handle)
 
     def leave(self, owner: object) -> None:
         for key, (database, handle) in list(self._followed.items()):
             if handle.owner is owner:
-                self._left += [(self._of_pool.get(id(raw)), raw) for raw in database.leave(owner)]
+                for raw, good in database.leave(owner):
+                    self._left.append((self._of_pool.get(id(raw)) if good else None, raw))
                 self._followed.pop(key, None)
 
     def part(self, blobs: Mapping[str, Any], folder: str) -> None:
@@ -117,7 +117,8 @@ class PostgresSource:
 
     def end_delivery(self) -> None:
         for pool, raw in self._left:
-            if clear(raw) and pool is not None:  # those that died have been unwound by now, and may have touched it
+            # Those that died have been unwound by now, and may have touched it.
+            if pool is not None and (standing(raw) == IDLE or clear(raw)):
                 self._spare.setdefault(pool, []).append(raw)
             else:
                 with contextlib.suppress(Exception):
@@ -135,7 +136,9 @@ class PostgresSource:
 
         def connect(*args: Any) -> Any:
             spare = self._spare.get(id(pool))
-            raw = spare.pop() if spare else original(*args)
+            if spare:
+                return spare.pop()
+            raw = original(*args)
             self._of_pool[id(raw)] = id(pool)
             return raw
 

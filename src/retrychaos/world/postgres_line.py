@@ -36,6 +36,20 @@ _SETTINGS = (
     "SET extra_float_digits = 1",
     "SET jit = off",
 )
+_ALL_GONE = "; ".join(
+    (
+        "ROLLBACK",  # and what DISCARD ALL does, which must not be sent together with anything else
+        "CLOSE ALL",
+        "SET SESSION AUTHORIZATION DEFAULT",
+        "RESET ALL",
+        "DEALLOCATE ALL",
+        "UNLISTEN *",
+        "SELECT pg_advisory_unlock_all()",
+        "DISCARD PLANS",
+        "DISCARD TEMP",
+        "DISCARD SEQUENCES",
+    )
+)
 _LOCKED = "55P03"
 _MOST_PREPARED = 500
 _GOOD = (1, 2)
@@ -205,11 +219,9 @@ def clear(raw: Any) -> bool:
     """Whatever a process had open on a connection is gone. False if the connection is of no use any more."""
     try:
         if hasattr(raw, "pgconn"):
-            if standing(raw) in (IN_TRANSACTION, FAILED):
-                run(raw, "ROLLBACK")  # not by the driver, whose lock may be held by the thread that stands still
-            if standing(raw) != IDLE:
+            if standing(raw) not in (IDLE, IN_TRANSACTION, FAILED):
                 return False
-            run(raw, "DISCARD ALL")
+            run(raw, _ALL_GONE)  # not by the driver, whose lock may be held by the thread that stands still
             prepared = raw._prepared  # what psycopg believes that the server knows
             prepared._names.clear()
             prepared._counts.clear()

@@ -176,10 +176,12 @@ class RedisServer:
         return lines
 
     alone = ""
-    detailed = False
 
     def waits(self, owner: object) -> str:
         return ""
+
+    def races(self, owner: object) -> bool:
+        return False  # nothing waits in there
 
     def serials(self) -> Hashable:
         return None

@@ -19,6 +19,9 @@ CIRCLE = "circle"
 SERIAL = "serial"
 """What it says of a serializable transaction, which depends on all that others read and write meanwhile."""
 
+MORE = "more"
+"""What it says of a transaction of which others can notice more than can be told, such as locks on rows."""
+
 
 class Resource(Protocol):
     """Something outside the process that a job touches.
@@ -74,14 +77,17 @@ class Resource(Protocol):
 
     alone: str
     """Why it cannot be used by several deliveries at once in this process, and what to do; empty if it can."""
-    detailed: bool
-    """What one delivery has open here can matter to others in more ways than holds() says."""
 
     def waits(self, owner: object) -> str:
         """Does the server say that the statement which a delivery has sent waits for another one?
 
         WAITS, or CIRCLE if that one waits for it in turn, so that the server will end the statement soon; else empty.
         """
+        ...
+
+    def races(self, owner: object) -> bool:
+        """A statement of another delivery waits in the server for the very same thing, and which of both gets it, the
+        server does not decide in the same way each time."""
         ...
 
     def serials(self) -> Hashable:

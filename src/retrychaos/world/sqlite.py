@@ -200,10 +200,11 @@ class SqliteDatabase:
             "before returning",
         )
 
-    detailed = False
-
     def waits(self, owner: object) -> str:
         return ""
+
+    def races(self, owner: object) -> bool:
+        return False  # nothing waits in there
 
     def serials(self) -> Hashable:
         return None
