@@ -30,6 +30,7 @@ from retrychaos.world.postgres_line import (
     clear,
     finish,
     run,
+    shut,
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
@@ -334,10 +335,14 @@ class PostgresDatabase:
 
     def waits(self, owner: object) -> str:
         for pid in self._pids(owner):
-            found = self._ask(
+            question = (
                 f"WITH RECURSIVE w(pid) AS (SELECT unnest(pg_blocking_pids({pid})) UNION "
                 f"SELECT unnest(pg_blocking_pids(w.pid)) FROM w) SELECT bool_or(pid = {pid})::text FROM w"
-            )[0][0]
+            )
+            try:
+                found = self._line.ask(question)[0][0]
+            except LineError as problem:  # nobody is running who could be refused anything
+                raise WorldError(self._lost(problem)) from problem
             if found is not None:
                 return CIRCLE if found == "true" else WAITS
         return ""
@@ -369,11 +374,14 @@ class PostgresDatabase:
         return [each.pid for each in self.handles.values() if each.owner is owner and each.pid is not None]
 
     def cancel(self, handle: Handle) -> None:
-        """Its statement that waits in the server ends."""
+        """Its statement that runs in the server ends."""
         if handle.pid is None:
             cancel(handle.raw)
-        else:
-            self._ask(f"SELECT pg_cancel_backend({handle.pid})")
+            return
+        try:
+            self._line.ask(f"SELECT pg_cancel_backend({handle.pid})")
+        except LineError:
+            shut(handle.raw)
 
     def leave(self, owner: object) -> list[tuple[Any, bool]]:
         """A delivery is over while others go on: what it had open is gone. Gives its connections, and whether each is
@@ -382,7 +390,9 @@ class PostgresDatabase:
         for key, handle in list(self.handles.items()):
             if handle.owner is owner:
                 del self.handles[key]
-                left.append((handle.raw, clear(handle.raw)))
+                if self._line.silent:
+                    shut(handle.raw)
+                left.append((handle.raw, not self._line.silent and clear(handle.raw)))
         return left
 
     def shift(self, seconds: float) -> None:
@@ -445,9 +455,10 @@ class PostgresDatabase:
         try:
             return self._line.ask(sql)
         except LineError as problem:
-            self.stage.refuse(
-                WorldError(f"{self.label} does not answer the check, which is lost without it: {problem}")
-            )
+            self.stage.refuse(WorldError(self._lost(problem)))
+
+    def _lost(self, problem: LineError) -> str:
+        return f"{self.label} does not answer the check, which is lost without it: {problem}"
 
     def _ask_again(self, sql: str) -> str | None:
         try:
@@ -481,7 +492,9 @@ class PostgresDatabase:
 
     def _drop(self, handle: Handle) -> None:
         """Its locks are gone before this returns; a closed socket would leave that to the server's leisure."""
-        if handle.renew(handle.raw):
+        if self._line.silent:
+            shut(handle.raw)
+        elif handle.renew(handle.raw):
             return
         with contextlib.suppress(Exception):
             if standing(handle.raw) in (IN_TRANSACTION, FAILED):

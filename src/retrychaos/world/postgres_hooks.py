@@ -25,10 +25,12 @@ from sqlalchemy.pool import Pool
 from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos.model.errors import WorldError
+from retrychaos.model.options import DEFAULT_BUDGET
 from retrychaos.model.values import short
 from retrychaos.world import postgres_forks as forks
 from retrychaos.world.postgres import PostgresDatabase
 from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
+from retrychaos.world.postgres_guard import Guard
 from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import (
     FAILED,
@@ -77,6 +79,7 @@ class PostgresSource:
         self._of_pool: dict[int, int] = {}
         self._left: list[tuple[int | None, Any]] = []
         """Connections of deliveries that have ended, with the pool that they are from."""
+        self._guard: Guard | None = None
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
@@ -145,6 +148,9 @@ class PostgresSource:
         return connect
 
     def uninstall(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
         for raws in self._spare.values():
             for raw in raws:
                 with contextlib.suppress(Exception):
@@ -296,7 +302,8 @@ class PostgresSource:
         self._busy.add(thread)
         self._stage.enter()
         try:
-            yield
+            with self._guarded(database, handle):
+                yield
         except Exception as error:
             self._back(thread)
             self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
@@ -310,6 +317,14 @@ class PostgresSource:
                 self._observe(cursor)
         finally:
             database.executed(handle, tags(cursor), was_idle)
+
+    def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
+        """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
+        if driver_of(handle.raw) != "psycopg2" or self._stage.concurrent:
+            return contextlib.nullcontext()
+        if self._guard is None:
+            self._guard = Guard(self._stage.options("budget") or DEFAULT_BUDGET)
+        return self._guard.watch(lambda: database.cancel(handle))
 
     @property
     def _is_busy(self) -> bool:

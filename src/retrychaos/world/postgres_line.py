@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import socket
 import weakref
 from typing import Any, ClassVar, TypeAlias
 
@@ -52,16 +54,20 @@ _ALL_GONE = "; ".join(
 )
 _LOCKED = "55P03"
 _MOST_PREPARED = 500
+_PATIENCE = 10.0
+_SHORT = 1.0
+"""Seconds in which not a byte comes from a server before it is given up, for the first time and later."""
 _GOOD = (1, 2)
 """PGRES_COMMAND_OK and PGRES_TUPLES_OK."""
 
 
 class LineError(Exception):
-    """The server refused what the harness asked. ``locked``: somebody else is in the way."""
+    """The server refused what the harness asked. locked: somebody else is in the way. silent: it has not answered."""
 
-    def __init__(self, message: str, state: str | None) -> None:
+    def __init__(self, message: str, state: str | None = None, *, silent: bool = False) -> None:
         super().__init__(message.strip().split("\n")[0].removeprefix("ERROR:").strip())
         self.locked = state == _LOCKED
+        self.silent = silent
 
 
 class Line:
@@ -73,17 +79,29 @@ class Line:
 
     def __init__(self, like: Any) -> None:
         self._dial = _dialler(like)
+        self.silent = False
+        """The server has once left a question unanswered."""
         self._raw: Any = None
         self._prepared: dict[str, str] = {}
         Line._all.add(self)
 
     def ask(self, sql: str) -> list[Text]:
         """The rows of the last of several statements, which run as one transaction. Raises LineError."""
-        if self._raw is None:
-            self._raw = self._dial()
-            for setting in _SETTINGS:
-                self._set(setting)
-        return run(self._raw, sql)
+        try:
+            patience = _SHORT if self.silent else _PATIENCE
+            if self._raw is None:
+                self._raw = self._dial(patience)
+                for setting in _SETTINGS:
+                    self._set(setting)
+            return run(self._raw, sql, patience)
+        except LineError as problem:
+            self.silent = self.silent or problem.silent
+            if problem.silent:
+                self.hang_up()
+            raise
+        except BaseException:
+            self.hang_up()  # interrupted in the middle of an answer
+            raise
 
     def ask_again(self, sql: str) -> list[Text]:
         """As ask, for one statement that is asked often: the server plans it only once."""
@@ -175,12 +193,13 @@ def cut_off(raw: Any) -> None:
         os.close(nowhere)
 
 
-def run(raw: Any, sql: str) -> list[Text]:
+def run(raw: Any, sql: str, patience: float | None = None) -> list[Text]:
     """Run statements on a connection, past its driver's idea of transactions; the rows of the last one."""
+    patience = patience or _PATIENCE
     pgconn = raw if hasattr(raw, "exec_") else getattr(raw, "pgconn", None)
     if pgconn is None:
-        return _run_psycopg2(raw, sql)
-    result = pgconn.exec_(sql.encode("utf-8", "surrogateescape"))
+        return _run_psycopg2(raw, sql, patience)
+    result = _answer(pgconn, sql.encode("utf-8", "surrogateescape"), patience)
     if result.status not in _GOOD:
         state = result.error_field(ord("C"))
         message = result.error_message or pgconn.error_message or b"no answer"
@@ -189,11 +208,41 @@ def run(raw: Any, sql: str) -> list[Text]:
     return [tuple([_decoded(value(row, column)) for column in columns]) for row in range(result.ntuples)]
 
 
+def _answer(pgconn: Any, sql: bytes, patience: float) -> Any:
+    """The last result of statements. Unlike PQexec, this ends when the server is silent, and can be interrupted."""
+    from psycopg import OperationalError
+
+    try:
+        pgconn.nonblocking = 1
+        pgconn.send_query(sql)
+        while pgconn.flush():
+            _await(pgconn.socket, True, patience)
+            pgconn.consume_input()
+        last = None
+        while True:
+            while pgconn.is_busy():
+                _await(pgconn.socket, False, patience)
+                pgconn.consume_input()
+            result = pgconn.get_result()
+            if result is None:
+                return last
+            last = result
+    except OperationalError as error:
+        raise LineError(str(error)) from error
+
+
+def _await(descriptor: int, writable: bool, patience: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | (select.POLLOUT if writable else 0))
+    if not poll.poll(patience * 1000):
+        raise LineError(f"the server has not answered for {patience:g} s", silent=True)
+
+
 def _decoded(value: bytes | None) -> str | None:
     return None if value is None else value.decode("utf-8", "surrogateescape")
 
 
-def _run_psycopg2(raw: Any, sql: str) -> list[Text]:
+def _run_psycopg2(raw: Any, sql: str, patience: float) -> list[Text]:
     import psycopg2
     from psycopg2 import extensions
 
@@ -202,6 +251,8 @@ def _run_psycopg2(raw: Any, sql: str) -> list[Text]:
         as_text = extensions.new_type(tuple(extensions.string_types), "RETRYCHAOS_TEXT", lambda value, _: value)
         extensions.register_type(as_text, cursor)
         cursor.execute(sql)
+        if raw.async_:
+            _await_psycopg2(raw, patience)
         return list(cursor.fetchall()) if cursor.description else []
     except psycopg2.Error as error:
         raise LineError(str(error), error.pgcode) from error
@@ -209,10 +260,23 @@ def _run_psycopg2(raw: Any, sql: str) -> list[Text]:
         cursor.close()
 
 
+def _await_psycopg2(raw: Any, patience: float) -> None:
+    from psycopg2 import extensions
+
+    while (state := raw.poll()) != extensions.POLL_OK:
+        _await(raw.fileno(), state == extensions.POLL_WRITE, patience)
+
+
 def cancel(raw: Any) -> None:
     """End the statement that runs on a connection, from another thread."""
     with contextlib.suppress(Exception):
         raw.cancel()
+
+
+def shut(raw: Any) -> None:
+    """Whoever waits for an answer on a connection, in whatever thread, gets an error; it is of no use any more."""
+    with contextlib.suppress(Exception), socket.socket(fileno=os.dup(raw.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def clear(raw: Any) -> bool:
@@ -252,10 +316,16 @@ def _dialler(like: Any) -> Any:
             parameters["password"] = password
         address = make_conninfo(**parameters).encode()
 
-        def dial() -> Any:
-            pgconn = pq.PGconn.connect(address)
-            if pgconn.status != pq.ConnStatus.OK:
-                raise LineError(pgconn.error_message.decode("utf-8", "replace"), None)
+        def dial(patience: float) -> Any:
+            pgconn = pq.PGconn.connect_start(address)
+            try:
+                while (state := pgconn.connect_poll()) in (pq.PollingStatus.READING, pq.PollingStatus.WRITING):
+                    _await(pgconn.socket, state == pq.PollingStatus.WRITING, patience)
+                if pgconn.status != pq.ConnStatus.OK:
+                    raise LineError(pgconn.error_message.decode("utf-8", "replace"))
+            except BaseException:
+                pgconn.finish()
+                raise
             return pgconn
 
         return dial
@@ -263,14 +333,20 @@ def _dialler(like: Any) -> Any:
     if password:
         parameters["password"] = password
 
-    def dial_psycopg2() -> Any:
+    def dial_psycopg2(patience: float) -> Any:
         import psycopg2
 
         try:
-            raw = psycopg2.connect(**parameters)
+            raw = psycopg2.connect(**parameters, async_=True)  # each statement is committed by itself
         except psycopg2.Error as error:
-            raise LineError(str(error), None) from error
-        raw.autocommit = True
+            raise LineError(str(error)) from error
+        try:
+            _await_psycopg2(raw, patience)
+        except psycopg2.Error as error:
+            raise LineError(str(error)) from error
+        except BaseException:
+            raw.close()
+            raise
         return raw
 
     return dial_psycopg2
