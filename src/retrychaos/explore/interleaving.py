@@ -26,6 +26,7 @@ from retrychaos.explore.transitions import (
     Seat,
     Surprise,
     index_of,
+    move_of,
     shown_by_others,
 )
 from retrychaos.model.ledger import Facts
@@ -52,10 +53,14 @@ class Scope:
     late: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _Reached:
-    """How a state was reached: from where, by which move, after how many crashes, switches, steps, and so on."""
+    """How a state was reached: from where, by which move, after how many crashes, switches, steps, and so on.
 
+    node: the state itself. There can be very many, so each is kept once.
+    """
+
+    node: Node
     before: Node | None
     move: Move | None
     crashes: int
@@ -143,7 +148,7 @@ class Interleaving:
 
     def explore(self) -> None:
         """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
-        self.reached[self.root] = _Reached(None, None, 0, 0, 0, 0, 0)
+        self.reached[self.root] = _Reached(self.root, None, None, 0, 0, 0, 0, 0)
         self._enqueue(self.root)
         while True:
             self._close()
@@ -193,26 +198,26 @@ class Interleaving:
         for move in self._moves(node):
             stays = not self._try(node, move) and stays
         for number in node.rivals:
-            self._try(node, Move("rival", number))
+            self._try(node, move_of("rival", number))
         hopeless = self._beyond_repair(node)
         for seat in node.seats:
             if seat.log == UNSTARTED or hopeless:
                 continue
             if self._scope.crashes is None or reached.crashes < self._scope.crashes:
-                self._later.append((node, Move("kill", seat.ident)))
+                self._later.append((node, move_of("kill", seat.ident)))
         if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
             for seat in node.seats:  # nobody can go on: the step of any one fails
                 if not self._is_away(seat):
-                    self._try(node, Move("fail", seat.ident))
+                    self._try(node, move_of("fail", seat.ident))
 
     def _moves(self, node: Node) -> Iterator[Move]:
         if node.idle and not node.acked:
             if self.reached[node].deliveries < MAX_DELIVERIES:
-                yield Move("begin", self._free_ident(node))
+                yield move_of("begin", self._free_ident(node))
             else:
                 self.bounded = True
         for seat in node.seats:
-            yield Move("run", seat.ident)
+            yield move_of("run", seat.ident)
         if self._scope.late and self.until_expiry(node) is not None:
             yield Move("jump")
 
@@ -262,17 +267,21 @@ class Interleaving:
         return True
 
     def _reach(self, before: Node, node: Node, move: Move) -> None:
+        known = self.reached.get(node)
+        if known is not None:
+            node = known.node
         self.edges[before].append((move, node))
         if move.kind != "kill" and not (move.kind == "rival" and self.company.may_stay_away(move.ident)):
             if node in self._good:
                 self._finishes(before)
             else:
                 self._back.setdefault(node, []).append(before)
-        if node in self.reached:
+        if known is not None:
             return
         was = self.reached[before]
         self.reached[node] = _Reached(
-            before,
+            node,
+            was.node,
             move,
             was.crashes + (move.kind == "kill"),
             was.switches + self._switches(before, was.move, move),
@@ -607,9 +616,9 @@ class Interleaving:
 
     def _onward_moves(self, node: Node) -> Iterator[Move]:
         for seat in node.seats:
-            yield Move("run", seat.ident)
+            yield move_of("run", seat.ident)
         if node.idle and not node.acked:
-            yield Move("begin", self._free_ident(node))
+            yield move_of("begin", self._free_ident(node))
 
     def known(self, key: Hashable) -> Outcome | None:
         return self._table.get(key)

@@ -10,6 +10,7 @@ Everything is named by small numbers. Equal numbers mean equal contents.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Hashable, Iterable
@@ -89,6 +90,12 @@ class Move(NamedTuple):
 
     kind: str
     ident: int = -1
+
+
+@functools.cache
+def move_of(kind: str, ident: int) -> Move:
+    """The same object for the same move: there is one for every edge of the graph."""
+    return Move(kind, ident)
 
 
 class Outcome(NamedTuple):
