@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+from retrychaos.explore import serial
 from retrychaos.explore.company import Company
 from retrychaos.explore.learning import Over, Run
 from retrychaos.explore.transitions import (
@@ -346,7 +347,8 @@ class Interleaving:
             return (ident, seat.log, node.time, node.versions, self.lingers(node, seat))
         shown = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
         how = kind == "fail"
-        return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, how)
+        notes = serial.relation(node, index, resource) if self.names.serial else ()
+        return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, notes, how)
 
     def _nameless(self, seat: Seat) -> Seat:
         """What one delivery does holds for others, as long as it has drawn nothing at random."""
@@ -386,17 +388,21 @@ class Interleaving:
                 seats = [
                     each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
                 ]
-            if outcome.end in ("failed", "killed"):
-                del seats[index]
-                idle += not node.acked
-            elif outcome.end == "done":
-                seats[index] = Seat(seats[index].ident, outcome.log)
+            before = seats[index]
+            if outcome.end in ("done", "failed", "killed"):
+                seats[index] = Seat(before.ident, outcome.log)
             else:
-                seat = seats[index]._replace(log=outcome.log).with_context(resource, outcome.context)
+                seat = before._replace(log=outcome.log).with_context(resource, outcome.context)
                 if outcome.polled is not None:
                     polled = tuple((name, version) for name, version in versions if name in outcome.polled)
                     seat = seat.with_context(CLOCK, self.names.context(0, (outcome.polled, polled), BEGUN))
                 seats[index] = seat
+            if self.names.serial:
+                committed = outcome.end != "killed" and not self.names.errs(outcome.log)
+                seats = serial.after_step(self.names, seats, index, before, resource, committed)
+            if outcome.end in ("failed", "killed"):
+                del seats[index]
+                idle += not node.acked
         # Where something has changed, the clock may have to go on in vain as often as before.
         rung = node.rung + 1 if outcome.end == "vain" else 0 if outcome.changes else node.rung
         return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung, node.rivals)
@@ -426,7 +432,10 @@ class Interleaving:
         return node._replace(seats=seats, idle=0, acked=True)
 
     def killed(self, node: Node, index: int) -> Node:
+        dead = node.seats[index]
         seats = node.seats[:index] + node.seats[index + 1 :]
+        for resource, _ in dead.open:
+            seats = tuple(serial.ended(self.names, seats, dead, resource, committed=False))
         return node._replace(seats=seats, idle=node.idle + (not node.acked))
 
     def is_felt(self, node: Node, index: int) -> bool:

@@ -21,7 +21,7 @@ from retrychaos.explore.transitions import (
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.turns import Actor, Hung, Moved, Play
-from retrychaos.world.resource import BEGUN, SERIAL, Resource
+from retrychaos.world.resource import BEGUN, SERIAL, SERIAL_WRITES, Resource
 
 if TYPE_CHECKING:
     from retrychaos.explore.interleaving import Interleaving
@@ -321,15 +321,12 @@ class Run:
         if moved.end == "blocked" and names.level(before) == shown:
             return before
         version = node.version(resource.name)
-        if shown != SERIAL:
+        if shown not in (SERIAL, SERIAL_WRITES):
             before = names.as_if_at_once(before, version)
         entry: Hashable = (seat.log, version, moved.end)
-        others = [each for each in node.seats if each is not seat and names.felt(each.context(resource.name))]
         if moved.end == "blocked":
-            place = sum(names.waits(each.context(resource.name)) for each in others)
+            place = sum(names.waits(each.context(resource.name)) for each in node.seats if each is not seat)
             entry = Waits(seat.log, version, place)
-        if shown == SERIAL:  # what comes of it depends on where each was when the other did what
-            entry = (entry, tuple(sorted((each.log, names.level(each.context(resource.name))) for each in others)))
         return names.context(before, entry, shown)
 
     def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from retrychaos.explore.volatile import moment
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.step import Step
-from retrychaos.world.resource import BEGUN, MORE, SERIAL, WAITS
+from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, WAITS
 
 CLOCK = "clock"
 """The resource of a sleep."""
 UNSTARTED = 0
 """The log of a delivery that has not begun."""
-_UNTOLD = (MORE, SERIAL, WAITS)
+_UNTOLD = (MORE, SERIAL, SERIAL_WRITES, WAITS)
 """How others are affected by these depends on more, so each is another."""
 JAMMED = "jammed"
 """How a step ends that was not begun, since it would wait in a server for the same as that of another delivery."""
@@ -142,10 +142,12 @@ class Log:
     """Deliveries whose random values it may know."""
 
 
-class _Moved(NamedTuple):
-    """Versions that others have committed since."""
+class _Since(NamedTuple):
+    """What others have done since. versions: that they have committed. beside: notes of serializable ones that are
+    over."""
 
-    versions: frozenset[int]
+    versions: frozenset[int] = frozenset()
+    beside: frozenset[tuple[int, ...]] = frozenset()
 
 
 class Waits(NamedTuple):
@@ -180,6 +182,8 @@ class Names:
     """
 
     timed: bool = False
+    serial: bool = False
+    """Serializable transactions were met."""
     versions: list[Version | None] = field(default_factory=lambda: [None])
     taints: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
     ends: list[tuple[int, ...]] = field(default_factory=lambda: [()])
@@ -255,6 +259,7 @@ class Names:
         if number is None:
             number = self._contexts[key] = len(self.contexts)
             full = f"{shown}#{number}" if shown in _UNTOLD else shown
+            self.serial = self.serial or shown in (SERIAL, SERIAL_WRITES)
             self.contexts.append(_Context((before, entry), full))
         return number
 
@@ -271,15 +276,27 @@ class Names:
         return self.contexts[context].shown.startswith(WAITS)
 
     def moved(self, context: int, version: int) -> int:
-        """The same work open, after somebody else has committed that version.
+        """The same work open, after somebody else has committed that version."""
+        return self._since(context, _Since(versions=frozenset({version})))
 
-        A set, not a sequence: others may go round in circles for ever while this one waits.
-        """
+    def beside(self, context: int, notes: tuple[int, ...]) -> int:
+        """The same work open, after a serializable transaction is over of which these are the notes."""
+        return self._since(context, _Since(beside=frozenset({notes})))
+
+    def has_moved(self, context: int) -> bool:
+        """Somebody has committed since this was opened; or that was so at an earlier step of it."""
+        while context:
+            context, entry = self.contexts[context].entries
+            if isinstance(entry, _Since) and entry.versions:
+                return True
+        return False
+
+    def _since(self, context: int, more: _Since) -> int:
+        """Sets, not sequences: others may go round in circles for ever while this one waits."""
         before, entry = self.contexts[context].entries
-        versions = frozenset({version})
-        if isinstance(entry, _Moved):
-            context, versions = before, entry.versions | versions
-        return self.context(context, _Moved(versions), self.level(context))
+        if isinstance(entry, _Since):
+            context, more = before, _Since(entry.versions | more.versions, entry.beside | more.beside)
+        return self.context(context, more, self.level(context))
 
     def back(self, context: int, version: int, shown: str) -> int:
         """The same work open, after the statement that waited has come back."""

@@ -34,7 +34,7 @@ from retrychaos.world.postgres_line import (
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, WAITS, Blob, Stage
+from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, SERIAL_WRITES, WAITS, Blob, Stage
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
@@ -319,10 +319,11 @@ class PostgresDatabase:
         )
         if any(granted == "false" for _, _, granted, *_ in locks):
             return WAITS
+        writes = any(kind == "transactionid" for kind, *_ in locks)  # without a number it cannot even have locked rows
         if any(mode == "SIReadLock" for _, mode, *_ in locks):
-            return SERIAL
-        if any(kind == "transactionid" for kind, *_ in locks):
-            return MORE  # without a number it cannot have locked rows, and all locks are told here
+            return SERIAL_WRITES if writes else SERIAL
+        if writes:
+            return MORE
         told = [
             f"{mode} {kind} {relation or ''} {rest}"
             for kind, mode, _, relation, rest in locks

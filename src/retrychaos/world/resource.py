@@ -17,8 +17,9 @@ WAITS = "waits"
 CIRCLE = "circle"
 """Deliveries wait for each other: see Resource.waits()."""
 SERIAL = "serial"
-"""What it says of a serializable transaction, which depends on all that others read and write meanwhile."""
-
+"""What it says of a serializable transaction that has not written. It depends on what others read and write."""
+SERIAL_WRITES = "serial writes"
+"""The same of one that may have written."""
 MORE = "more"
 """What it says of a transaction of which others can notice more than can be told, such as locks on rows."""
 
