@@ -237,14 +237,19 @@ def _find(question: Question) -> Found:
 
 
 def serve() -> None:
-    """Answers questions on stdin on stdout, until stdin ends. This process has one thread, so that it may fork."""
+    """Answers questions on stdin on stdout, until stdin ends."""
+    serve_with(_find)
+
+
+def serve_with(find: Callable[[Any], Found]) -> None:
+    """This process has one thread, so that it may fork."""
     while True:
         try:
             question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer: Any = _find(question)
+            answer: Any = find(question)
         except Exception as problem:
             answer = problem
         pickle.dump(answer, sys.stdout.buffer)
@@ -254,13 +259,13 @@ def serve() -> None:
 class Processes:
     """Handle to the process that drives."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", "from tests.oracle.interleaved_processes import serve; serve()"]
+    def __init__(self, module: str = "interleaved_processes") -> None:
+        command = [sys.executable, "-c", f"from tests.oracle.{module} import serve; serve()"]
         folder = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
 
-    def find(self, question: Question) -> Found:
-        """Raises TooMany."""
+    def find(self, question: Any) -> Found:
+        """Raises TooMany. question: as its module has it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         pickle.dump(question, self._process.stdin)
         self._process.stdin.flush()

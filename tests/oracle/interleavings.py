@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import fakeredis
 import redis
@@ -29,7 +29,7 @@ from retrychaos.runtime.delivery import Job, Order, Workshop, keep_none
 from retrychaos.runtime.turns import Actor, Moved, Play
 from retrychaos.world.sqlite import SqliteDatabase
 from tests.oracle.moves import Found, Ledger, Move, Table, TooMany, enumerate_runs
-from tests.oracle.overlapping_jobs import Duplicate, Locked, Program, Unfit, furnish
+from tests.oracle.overlapping_jobs import Duplicate, Locked, Place, Program, Unfit, furnish
 
 _Answer = TypeVar("_Answer")
 _LIMIT = 3.0
@@ -39,8 +39,36 @@ _LIMIT = 3.0
 # -- the world of a job ---------------------------------------------------------------------------------------------
 
 
+class Scene(Place, Protocol):
+    """What a program runs on under the tool."""
+
+    traces: dict[threading.Thread, list[Any]]
+    """Thread -> what the delivery in it has got to know."""
+    scratch: list[str]
+    """Servers whose databases a check may put back."""
+    keeps: bool
+    """What becomes of a transaction may hang on others that have ended before it began."""
+
+    def touch(self) -> None:
+        """Look at everything: what is found in the middle of a search would be missing in ledgers seen before."""
+        ...
+
+    def ledger_of(self, facts: Facts) -> Ledger: ...
+
+    def is_open(self, resource: Any, actor: Actor) -> bool:
+        """A delivery has a transaction open there: whoever knows it for certain is asked."""
+        ...
+
+    def jam(self) -> str:
+        """``jammed`` or ``unsure`` if statements wait in a server, and chance will say who gets what they wait for."""
+        ...
+
+
 class Shop:
-    """What a program runs on under the tool: two SQLite files, a Redis server, and somebody who takes calls."""
+    """Two SQLite files, a Redis server, and somebody who takes calls."""
+
+    scratch: list[str] = []
+    keeps = False
 
     def __init__(self, folder: Path, journal: str, with_redis: bool = False) -> None:
         self.paths = [folder / "first.db", folder / "second.db"]
@@ -112,6 +140,24 @@ class Shop:
         if what == ("begins",):
             self.traces[thread] = []
         self.traces[thread].append(what)
+
+    def touch(self) -> None:
+        for database in range(len(self.paths)):
+            with self.engine(database, "").connect() as connection:
+                connection.execute(text("SELECT 1 FROM once"))
+        if self.client is not None:
+            self.client.get("a")
+
+    def ledger_of(self, facts: Facts) -> Ledger:
+        return ledger_of(facts)
+
+    def is_open(self, resource: Any, actor: Actor) -> bool:
+        if isinstance(resource, SqliteDatabase):  # SQLite itself is asked
+            return any(each.owner is actor and each.in_transaction for each in resource.handles.values())
+        return bool(resource.holds(actor))
+
+    def jam(self) -> str:
+        return ""
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -207,32 +253,23 @@ def _begin(statement: str, connection: Connection) -> None:
     connection.exec_driver_sql(statement)
 
 
-def under_the_tool(shop: Shop, program: Program, question: Callable[[Workshop, Job], _Answer]) -> _Answer:
+def under_the_tool(scene: Scene, program: Program, question: Callable[[Workshop, Job], _Answer]) -> _Answer:
     """Ask while everything is patched as in a check, and every resource has been found.
 
     Raises Unfit if a clean run of the job fails: no check goes further.
     """
-    chaos = Chaos(duplicates=2)
-    chaos.watch(shop, "send", result=None)
+    chaos = Chaos(duplicates=2, scratch=scene.scratch)
+    chaos.watch(scene, "send", result=None)
 
     def ask(check: Check) -> tuple[_Answer, None]:
         workshop, job = check._workshop, check._job
         order = Order(None, workshop.clock.base, 0, "clean", limit=_LIMIT)
-        workshop.run(Job(partial(_touch, shop)), order, keep_none)
+        workshop.run(Job(scene.touch), order, keep_none)
         if workshop.run(job, order, keep_none).end != "done":
             raise Unfit
         return question(workshop, job), None
 
-    return chaos._ask("job", partial(program, shop), (), {}, ask)
-
-
-def _touch(shop: Shop) -> None:
-    """Look at everything: what is found in the middle of a search would be missing in ledgers seen before."""
-    for database in range(len(shop.paths)):
-        with shop.engine(database, "").connect() as connection:
-            connection.execute(text("SELECT 1 FROM once"))
-    if shop.client is not None:
-        shop.client.get("a")
+    return chaos._ask("job", partial(program, scene), (), {}, ask)
 
 
 def ledger_of(facts: Facts) -> Ledger:
@@ -270,18 +307,21 @@ class _Everything(Interleaving):
         pass
 
 
-def by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int) -> Found:
+_Look: TypeAlias = Callable[[Facts], Ledger]
+
+
+def by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, look: _Look = ledger_of) -> Found:
     """As a check does it: with transitions shared by all deliveries, and if these surprise, learned for each.
 
     Raises TooMany for jobs that fail and leave more behind each time.
     """
     try:
-        return _by_the_tool(workshop, job, scope, most_states, shared=True)
+        return _by_the_tool(workshop, job, scope, most_states, look, shared=True)
     except Surprise:
-        return _by_the_tool(workshop, job, scope, most_states, shared=False)
+        return _by_the_tool(workshop, job, scope, most_states, look, shared=False)
 
 
-def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, shared: bool) -> Found:
+def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, look: _Look, shared: bool) -> Found:
     judge: Any = _Lenient()
 
     def limit() -> float:
@@ -294,8 +334,8 @@ def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, s
     assert not search.doubts, search.doubts
     quiet = [node for node in search.reached if not node.seats]
     return Found(
-        frozenset(ledger_of(search._facts(node)) for node in quiet if node.acked),
-        frozenset(ledger_of(search._facts(node)) for node in quiet),
+        frozenset(look(search._facts(node)) for node in quiet if node.acked),
+        frozenset(look(search._facts(node)) for node in quiet),
         not search.bounded,
         search.states,
         search.runs,
@@ -308,10 +348,10 @@ def _by_the_tool(workshop: Workshop, job: Job, scope: Scope, most_states: int, s
 class Run:
     """Deliveries on the tool's world, from the start on. Knows what can be observed."""
 
-    def __init__(self, workshop: Workshop, shop: Shop, play: Play, scope: Scope, most: int) -> None:
+    def __init__(self, workshop: Workshop, scene: Scene, play: Play, scope: Scope, most: int) -> None:
         self.table = Table(self, scope.duplicates, scope.crashes, most)
         self._workshop = workshop
-        self._shop = shop
+        self._scene = scene
         self._play = play
         self._actors: dict[int, Actor] = {}
         self._open: dict[tuple[int, str], int] = {}
@@ -329,7 +369,10 @@ class Run:
         actor = self._actors[ident]
         known = len(self._trace(ident))
         moved = self._play.run(actor, surface=fail)
+        assert not (fail and actor.away), "everybody waits in the server"
         self._happened(ident, moved, self._trace(ident)[known:])
+        if moved.end == "blocked" and sum(each.away and not each.dead for each in self._play.actors) > 1:
+            return self._scene.jam() or moved.end
         return moved.end
 
     def kill(self, ident: int) -> None:
@@ -340,7 +383,7 @@ class Run:
 
     @property
     def ledger(self) -> Ledger:
-        return ledger_of({**self._workshop.world.found_facts, **self._play.facts()})
+        return self._scene.ledger_of({**self._workshop.world.found_facts, **self._play.facts()})
 
     def identity(self) -> Hashable:
         """All that can make a difference from now on.
@@ -353,12 +396,14 @@ class Run:
         history: list[Hashable] = []
         for name in sorted(world.resources):
             since = [event for (ident, resource), event in self._open.items() if resource == name]
-            history.append(tuple(self._events.get(name, [])[min(since) :]) if since else ())
+            first = 0 if self._scene.keeps else min(since, default=0)
+            history.append(tuple(self._events.get(name, [])[first:]) if since else ())
         rows = tuple(sorted((name, self._rows(name)) for name in world.resources))
-        return (rows, table.acked, table.idle, table.kills, seats, tuple(sorted(table.blocked)), tuple(history))
+        who = (table.acked, table.idle, table.kills, seats, tuple(sorted(table.blocked)), table.jammed)
+        return (rows, who, tuple(history))
 
     def _trace(self, ident: int) -> list[Any]:
-        return self._shop.traces.get(self._actors[ident].thread, [])
+        return self._scene.traces.get(self._actors[ident].thread, [])
 
     def _rows(self, name: str) -> Hashable:
         """Committed rows in their order."""
@@ -375,39 +420,35 @@ class Run:
             if touched in (None, name) or over:
                 events.append((ident, moved and moved.end, tuple(map(repr, learned)), self._rows(name)))
             for each, actor in self._actors.items():
-                if not _is_open(resource, actor):
+                if not self._scene.is_open(resource, actor):
                     self._open.pop((each, name), None)
                 else:
                     self._open.setdefault((each, name), max(0, len(events) - 1))
-
-
-def _is_open(resource: Any, actor: Actor) -> bool:
-    """It has a transaction open there: SQLite itself is asked."""
-    if isinstance(resource, SqliteDatabase):
-        return any(each.owner is actor and each.in_transaction for each in resource.handles.values())
-    return bool(resource.holds(actor))
+            if self._scene.keeps and not any(resource == name for _, resource in self._open):
+                events.clear()
 
 
 # -- the two slow searches ------------------------------------------------------------------------------------------
 
 
 def by_enumeration(
-    workshop: Workshop, job: Job, shop: Shop, scope: Scope, most_runs: int, most_deliveries: int
+    workshop: Workshop, job: Job, scene: Scene, scope: Scope, most_runs: int, most_deliveries: int
 ) -> Found:
     """Every sequence of moves, each in a real run of its own. Raises TooMany."""
 
     @contextmanager
     def start() -> Iterator[Run]:
         with Play(workshop, job, None, workshop.clock.base, _LIMIT) as play:
-            yield Run(workshop, shop, play, scope, most_deliveries)
+            yield Run(workshop, scene, play, scope, most_deliveries)
 
     return enumerate_runs(start, most_runs)
 
 
-def by_exploration(workshop: Workshop, job: Job, shop: Shop, scope: Scope, most_states: int) -> Found:
+def by_exploration(workshop: Workshop, job: Job, scene: Scene, scope: Scope, most_states: int) -> Found:
     """The graph of states that are equal in all that can be observed. Raises TooMany."""
     left: set[Ledger] = set()
     idle: set[Ledger] = set()
+    whole = True
     todo: dict[Hashable, list[Move]] = {}
     ways: dict[Hashable, list[Move]] = {}
     runs = 0
@@ -429,7 +470,7 @@ def by_exploration(workshop: Workshop, job: Job, shop: Shop, scope: Scope, most_
     while not runs or todo:
         runs += 1
         with Play(workshop, job, None, workshop.clock.base, _LIMIT) as play:
-            run = Run(workshop, shop, play, scope, _NO_END)
+            run = Run(workshop, scene, play, scope, _NO_END)
             target = next(iter(todo), None)
             way: list[Move] = []
             for move in ways[target] if target is not None else []:
@@ -445,7 +486,8 @@ def by_exploration(workshop: Workshop, job: Job, shop: Shop, scope: Scope, most_
                 run.table.go(move)
                 way.append(move)
                 here = at(run, way)
-    return Found(frozenset(left), frozenset(idle), True, len(ways), runs)
+            whole = whole and not run.table.cut
+    return Found(frozenset(left), frozenset(idle), whole, len(ways), runs)
 
 
 _NO_END = 1_000_000

@@ -41,7 +41,11 @@ class TooMany(Exception):
 
 
 class Stage(Protocol):
-    """Where deliveries run. What moves come to: "" it lives, "blocked", "done" (returned) or "failed" (raised)."""
+    """Where deliveries run. What moves come to: "" it lives, "blocked", "done" (returned) or "failed" (raised).
+
+    "jammed": chance says who of several that wait comes next, so nobody goes any further into this; "unsure": chance
+    may say, and others may go on.
+    """
 
     def begin(self, ident: int) -> str:
         """It stands before its first step."""
@@ -59,6 +63,7 @@ class Table:
         self.acked = False
         self.kills = 0
         self.cut = False
+        self.jammed = False
         self.live: dict[int, int] = {}
         """Delivery -> steps that it has done; -1 when it has returned."""
         self.blocked: set[int] = set()
@@ -70,6 +75,8 @@ class Table:
     def moves(self) -> list[Move]:
         """Every move that is possible now, in a fixed order."""
         out: list[Move] = []
+        if self.jammed:
+            return out
         begin = bool(self.idle) and not self.acked
         if begin and self._most > 0:
             out.append(Move("begin", next(ident for ident in range(9) if ident not in self.live)))
@@ -103,8 +110,10 @@ class Table:
             self.blocked.clear()
             return
         end = self._stage.step(ident, move.kind == "fail")
-        if end == "blocked":
+        if end in ("blocked", "jammed", "unsure"):
             self.blocked.add(ident)
+            self.jammed = self.jammed or end != "blocked"
+            self.cut = self.cut or end == "unsure"
             return
         self.live[ident] += 1
         self.blocked.clear()

@@ -285,6 +285,50 @@ def _swap(sql: Sql, got: int, counter: int) -> int:
     return sql.run("UPDATE counters SET n = :n WHERE id = :id AND n = :was", n=got + 1, id=counter, was=got)[1]
 
 
+def _lock(sql: Sql, got: int, counter: int, how: str) -> int:
+    """The value of a counter, with a lock on it; -1 if it was skipped."""
+    rows = sql.run(f"SELECT n FROM counters WHERE id = :id FOR {how}", id=counter)[0]
+    return int(rows[0][0]) if rows else -1
+
+
+def _pick(sql: Sql, got: int) -> int:
+    """As from a queue: the first one that nobody else has locked is marked. 0 if there is none."""
+    look = "SELECT id FROM counters WHERE n = 0 ORDER BY id LIMIT 1 FOR UPDATE SKIP LOCKED"
+    rows = sql.run(look)[0]
+    if not rows:
+        return 0
+    sql.run("UPDATE counters SET n = 1 WHERE id = :id", id=rows[0][0])
+    return 1
+
+
+def _advise(sql: Sql, got: int, key: int) -> None:
+    sql.run("SELECT pg_advisory_xact_lock(:key)", key=key)
+
+
+def _try_advise(sql: Sql, got: int, key: int) -> int:
+    return int(sql.run("SELECT pg_try_advisory_xact_lock(:key)", key=key)[0][0][0])
+
+
+def _upsert(sql: Sql, got: int, counter: int) -> None:
+    conflict = "ON CONFLICT (id) DO UPDATE SET n = counters.n + 1"
+    sql.run(f"INSERT INTO counters (id, n) VALUES (:id, 1) {conflict}", id=counter)
+
+
+def _refer(sql: Sql, got: int, counter: int) -> None:
+    """A foreign key: locks what it refers to, but not against each kind of change."""
+    sql.run("INSERT INTO refs (counter) VALUES (:id)", id=counter)
+
+
+def _linked(sql: Sql, got: int, what: str) -> None:
+    """Another row holds the number that the database has drawn."""
+    note = sql.run("INSERT INTO notes (what) VALUES (:what) RETURNING id", what=what)[0][0][0]
+    sql.run("INSERT INTO links (note) VALUES (:note)", note=note)
+
+
+def _lock_table(sql: Sql, got: int, table: str, mode: str) -> None:
+    sql.run(f"LOCK TABLE {table} IN {mode} MODE")
+
+
 def _commit(sql: Sql, got: int) -> None:
     sql.commit()
 
@@ -306,6 +350,14 @@ _SQL: dict[str, Callable[..., int | None]] = {
     "bump": _bump,
     "store": _store,
     "swap": _swap,
+    "lock": _lock,
+    "pick": _pick,
+    "advise": _advise,
+    "try_advise": _try_advise,
+    "upsert": _upsert,
+    "refer": _refer,
+    "linked": _linked,
+    "lock_table": _lock_table,
     "commit": _commit,
     "rollback": _rollback,
 }
@@ -342,6 +394,23 @@ def _smaller_parts(part: Block | Operation) -> Iterator[tuple[Block | Operation,
 # -- random programs ------------------------------------------------------------------------------------------------
 
 
+NAMES = (
+    *("value", "value", "count", "exists", "exists"),
+    *("insert", "insert_got", "claim", "try_claim", "claim_quietly", "unclaim", "bump", "bump", "store", "swap"),
+    *("commit", "rollback", "savepoint"),
+)
+POSTGRES_NAMES = (
+    *("value", "value", "count", "exists", "exists", "lock", "lock", "lock", "pick"),
+    *("insert", "insert_got", "linked", "refer", "claim", "claim", "try_claim", "claim_quietly", "unclaim"),
+    *("bump", "bump", "store", "store", "swap", "upsert", "upsert"),
+    *("advise", "advise", "try_advise", "lock_table"),
+    *("commit", "rollback", "savepoint", "savepoint"),
+)
+"""As often as it is there, an operation is chosen."""
+LOCKS = ("UPDATE", "UPDATE", "SHARE", "SHARE", "NO KEY UPDATE", "KEY SHARE", "UPDATE NOWAIT", "UPDATE SKIP LOCKED")
+TABLE_LOCKS = (("once", "EXCLUSIVE"), ("notes", "SHARE"), ("counters", "ACCESS EXCLUSIVE"), ("once", "ROW EXCLUSIVE"))
+
+
 @dataclass(frozen=True)
 class Kind:
     """What random programs are made of. steps: operations that touch something, at least and at most."""
@@ -354,6 +423,8 @@ class Kind:
     second: float = 0.0
     """How likely a block is on the second database."""
     inner: float = 0.05
+    names: tuple[str, ...] = NAMES
+    """Operations on a database."""
 
 
 def random_program(chance: random.Random, kind: Kind) -> Program:
@@ -393,7 +464,7 @@ def _block(chance: random.Random, kind: Kind, size: int, inner: bool) -> Block:
         elif inner and number:
             operations.append(("inner", _block(chance, kind, 1, False)))
         else:
-            operations += _inside(chance)
+            operations += _inside(chance, kind.names)
     return Block(
         tuple(operations),
         chance.choice(kind.styles),
@@ -403,25 +474,8 @@ def _block(chance: random.Random, kind: Kind, size: int, inner: bool) -> Block:
     )
 
 
-def _inside(chance: random.Random) -> list[Operation]:
-    name = chance.choice(
-        (
-            *("value", "value", "count", "exists", "exists"),
-            *(
-                "insert",
-                "insert_got",
-                "claim",
-                "try_claim",
-                "claim_quietly",
-                "unclaim",
-                "bump",
-                "bump",
-                "store",
-                "swap",
-            ),
-            *("commit", "rollback", "savepoint"),
-        )
-    )
+def _inside(chance: random.Random, names: tuple[str, ...]) -> list[Operation]:
+    name = chance.choice(names)
     if name == "savepoint":
         return [("savepoint", *_simple(chance, chance.choice(("claim", "insert", "bump"))))]
     return _simple(chance, name)
@@ -433,6 +487,8 @@ def _simple(chance: random.Random, name: str) -> list[Operation]:
     if name in ("claim", "try_claim", "claim_quietly", "unclaim", "exists"):
         operations: list[Operation] = [(name, chance.choice(("k", "k", "taken")))]
         return operations + (_decision(chance) if name not in ("claim", "unclaim") else [])
+    if name in ("upsert", "refer", "advise", "try_advise", "linked", "pick", "lock", "lock_table"):
+        return _on_postgres(chance, name)
     if name in ("bump", "store", "value"):
         return [(name, chance.choice((1, 1, 2))), *(_decision(chance) if name == "value" else [])]
     if name == "swap":
@@ -440,6 +496,46 @@ def _simple(chance: random.Random, name: str) -> list[Operation]:
         read: list[Operation] = [("value", counter)] if chance.random() < 0.5 else []
         return [*read, (name, counter), *_decision(chance)]
     return [(name,), *(_decision(chance) if name == "count" else [])]
+
+
+def _on_postgres(chance: random.Random, name: str) -> list[Operation]:
+    if name == "lock":
+        return [(name, chance.choice((1, 1, 2)), chance.choice(LOCKS)), *_decision(chance)]
+    if name == "lock_table":
+        return [(name, *chance.choice(TABLE_LOCKS))]
+    if name == "linked":
+        return [(name, chance.choice("xy"))]
+    number = {"upsert": (1, 3), "refer": (1, 1, 2), "advise": (1, 1, 2), "try_advise": (1, 1, 2)}.get(name)
+    operation: Operation = (name,) if number is None else (name, chance.choice(number))
+    return [operation, *(_decision(chance) if name in ("pick", "try_advise") else [])]
+
+
+def contended_program(chance: random.Random, kind: Kind) -> Program:
+    """One that looks or locks, and then writes the same thing; perhaps something else beside it.
+
+    steps of the kind: blocks.
+    """
+    first = (
+        *(("value", 1), ("count",), ("exists", "k"), ("pick",), ("bump", 1), ("refer", 1), ("claim_quietly", "k")),
+        *(("advise", 1), ("try_advise", 1), ("lock_table", *chance.choice(TABLE_LOCKS))),
+        *(("lock", 1, how) for how in LOCKS),
+    )
+    then = (
+        *(("bump", 1), ("store", 1), ("pick",), ("upsert", 1), ("insert_got",), ("linked", "x"), ("advise", 1)),
+        *(("claim", "k"), ("claim_quietly", "k"), ("unclaim", "taken"), ("lock", 1, chance.choice(LOCKS))),
+        ("savepoint", ("claim", "k")),
+    )
+
+    def block(*operations: Operation) -> Block:
+        after_error = chance.choice(("", "skip", "stop", "again"))
+        return Block(
+            (*operations, *_decision(chance)[: chance.random() < 0.3]), chance.choice(kind.styles), 0, after_error
+        )
+
+    blocks = [block(chance.choice(first), chance.choice(then))]
+    blocks += [block(chance.choice(then)) for _ in range(chance.randint(*kind.steps) - 1)]
+    chance.shuffle(blocks)
+    return Program(tuple(blocks))
 
 
 def _decision(chance: random.Random, inside: bool = True) -> list[Operation]:

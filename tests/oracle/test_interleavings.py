@@ -18,14 +18,13 @@ from pathlib import Path
 import pytest
 
 from retrychaos.explore.interleaving import Scope
+from tests.oracle.comparing import Outcome, chosen, difference, outcome, simplest
 from tests.oracle.interleaved_processes import Processes, Question
 from tests.oracle.interleavings import Shop, by_enumeration, by_exploration, by_the_tool, under_the_tool
-from tests.oracle.moves import Found, Ledger, TooMany
-from tests.oracle.overlapping_jobs import RAW_STYLES, STYLES, Block, Kind, Program, Unfit, random_program, smaller
+from tests.oracle.moves import Ledger
+from tests.oracle.overlapping_jobs import RAW_STYLES, STYLES, Block, Kind, Program, Unfit, random_program
 
 BATCH = 10
-MOST_SMALLER = 80
-"""Simpler programs that are tried to find the simplest."""
 MOST_STATES = 1_000
 """Of the tool's search."""
 MOST_DELIVERIES = 4
@@ -66,11 +65,7 @@ FAMILIES = {
 
 
 def usual(family: Family, share: int = 1) -> range:
-    wanted = os.environ.get("RETRYCHAOS_INTERLEAVING_SEEDS")
-    if wanted is None:
-        return range(family.seeds // share)
-    first, last = map(int, wanted.split("-"))
-    return range(first, last + 1)
+    return chosen(range(family.seeds // share))
 
 
 def batches() -> Iterator[object]:
@@ -84,7 +79,7 @@ def batches() -> Iterator[object]:
 # -- comparing ------------------------------------------------------------------------------------------------------
 
 
-def in_the_shop(case: Case) -> tuple[Found | str | None, Found | str | None, Found | str | None]:
+def in_the_shop(case: Case) -> tuple[Outcome, Outcome, Outcome]:
     """What the tool, the exploration and the enumeration find; None where a job is too big, or fails in a clean run."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="interleavings-", dir=memory) as folder:
@@ -103,54 +98,9 @@ def in_the_shop(case: Case) -> tuple[Found | str | None, Found | str | None, Fou
     return None, None, None
 
 
-def outcome(search: Callable[[], Found]) -> Found | str | None:
-    """None: the job is too big. A text: why it gave up, which is as wrong as missing something."""
-    try:
-        return search()
-    except TooMany:
-        return None
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem}"
-
-
-def difference(tool: Found | str | None, other: Found | str | None, name: str) -> str:
-    """In which ledgers the tool and a slow search disagree; empty if in none."""
-    if isinstance(tool, str):
-        return f"  the tool gives up: {tool}"
-    if isinstance(other, str):
-        return f"  {name} gives up: {other}"
-    if tool is None or other is None or not tool.whole:
-        return ""
-    lines = []
-    for what, mine, theirs in (("left", tool.left, other.left), ("while idle", tool.idle, other.idle)):
-        if other.whole:
-            lines += [f"  {what}, only by the tool: {_shown(each)}" for each in mine - theirs]
-        lines += [f"  {what}, only by {name}: {_shown(each)}" for each in theirs - mine]
-    return "\n".join(lines)
-
-
-def _shown(ledger: Ledger) -> str:
-    return ", ".join(f"{name} {list(rows)}" for name, rows in sorted(ledger) if rows)
-
-
 def disagreement(case: Case) -> str:
     tool, explored, enumerated = in_the_shop(case)
     return difference(tool, explored, "exploration") or difference(tool, enumerated, "enumeration")
-
-
-def simplest(case: Case, disagrees: Callable[[Case], str]) -> tuple[Case, str]:
-    """The smallest program found that shows a disagreement, and which."""
-    left, shown = MOST_SMALLER, disagrees(case)
-    again = True
-    while again:
-        again = False
-        for program in smaller(case.program):
-            left -= 1
-            other = Case(program, case.journal, case.family)
-            if left > 0 and (found := disagrees(other)):
-                case, shown, again = other, found, True
-                break
-    return case, shown
 
 
 def report(seed: object, case: Case, disagrees: Callable[[Case], str]) -> str:

@@ -109,10 +109,12 @@ class Run:
         key = search.key(node, index, "kill")
         log = search.names.logs[node.seats[index].log]
         name = log.pending.resource if log.pending is not None else ""
+        facts = self._play.facts()
+        back, stirred, taint = self._come_back(node, name, facts)
         self._rewind(ident)
-        changes, _ = self._changes(node, self._play.facts(), "", frozenset())
-        others = self._others(node, index, name, changes)
-        outcome = Outcome(0, 0, changes, False, self._clock(node), "killed", others)
+        changes, _ = self._changes(node, facts, "", taint)
+        others = self._others(node, name, back, changes)
+        outcome = Outcome(0, 0, changes, stirred, self._clock(node), "killed", others)
         self.node = search.after(node, index, outcome)
         search.keep(self.node, self._play.clock)
         search.found(key, outcome)
@@ -134,24 +136,34 @@ class Run:
             world.resources[name].rewind_serials(tuple(target.items()))
             self._serials[name] = world.resources[name].serials()
 
+    def _come_back(self, node: Node, name: str, facts: Facts) -> tuple[list[Seat], bool, frozenset[int]]:
+        """Those whose statement waited in the server for what was done here; whether any was committed by that; and
+        whose random values it may store."""
+        names, resource = self._search.names, self._search.workshop.world.resources.get(name)
+        back = [seat for seat in node.seats if self._actors.get(seat.ident) in self._play.returned]
+        committed, taint = False, frozenset[int]()
+        for seat in back:
+            assert resource is not None
+            self._note_serials(name, resource, seat.ident)
+            if self._play.returned[self._actors[seat.ident]]:
+                log, committed = names.logs[seat.log], True
+                taint |= log.taint | ({seat.ident} if log.drew or seat.ident in self._drawn else set())
+            if seat.ident in self._drawn and self._has_stored(node, facts):
+                self._stored.add(seat.ident)
+        return back, committed, taint
+
     def _others(
-        self, node: Node, index: int, name: str, changes: tuple[tuple[str, int], ...]
+        self, node: Node, name: str, back: list[Seat], changes: tuple[tuple[str, int], ...]
     ) -> tuple[tuple[int, int], ...]:
-        """Statements of others that waited in the server, and have come back by what happened here."""
-        names = self._search.names
-        back = self._play.settle()
-        resource = self._search.workshop.world.resources.get(name)
+        """What those have open now that have come back."""
+        names, resource = self._search.names, self._search.workshop.world.resources.get(name)
+        version = dict(changes).get(name, node.version(name))
         became: list[tuple[int, int]] = []
-        for at, seat in enumerate(node.seats):
-            context = seat.context(name)
-            actor = self._actors.get(seat.ident)
-            if at == index or resource is None or not names.waits(context) or actor not in back:
-                continue
-            assert actor is not None
-            version = dict(changes).get(name, node.version(name))
-            shown = resource.holds(actor) or BEGUN
-            became.append((context, names.back(context, version, shown)))
-        return tuple(became)
+        for seat in back:
+            assert resource is not None
+            shown = resource.holds(self._actors[seat.ident]) or BEGUN
+            became.append((seat.context(name), names.back(seat.context(name), version, shown)))
+        return tuple(sorted(became))
 
     def _begin(self, ident: int) -> None:
         search = self._search
@@ -192,7 +204,8 @@ class Run:
             self._note_serials(name, resource, seat.ident)
         if seat.ident in self._drawn and self._has_stored(node, facts):
             self._stored.add(seat.ident)
-        taint = log.taint | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
+        back, committed, stored = self._come_back(node, name, facts)
+        taint = log.taint | stored | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
         if moved.end in ("done", "failed"):
             self._rewind(seat.ident)
         changes, read = self._changes(node, facts, name, taint)
@@ -209,16 +222,14 @@ class Run:
             grown.serial = seat.ident in self._drawn and not moved.end
             self._compare(grown, number, moved, actor)
         # What it shows to others takes a query to find out: of what is known, only a sample is asked again.
-        asks = known is None or known.end != moved.end or search.moves % _SAMPLE == 0
-        outcome = Outcome(
-            number,
-            self._context(node, index, resource, actor, moved) if asks or known is None else known.context,
-            changes,
-            resource is not None and resource.commits > commits,
-            clock,
-            moved.end,
-            self._others(node, index, name, changes),
-        )
+        if known is None or known.end != moved.end or search.moves % _SAMPLE == 0:
+            context = self._context(node, index, resource, actor, moved, number)
+            if committed and context:
+                context = names.moved(context, dict(changes).get(name, node.version(name)))
+        else:
+            context = known.context
+        stirred = resource is not None and resource.commits > commits
+        outcome = Outcome(number, context, changes, stirred, clock, moved.end, self._others(node, name, back, changes))
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
         self.node = search.after(node, index, outcome)
@@ -311,7 +322,8 @@ class Run:
             first = self._drawn.setdefault(ident, {}).get(name, (before, None))[0]
             self._drawn[ident][name] = (first, serials)
 
-    def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved) -> int:
+    def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved, log: int) -> int:
+        """What the delivery has open after its step, after which its log is `log`."""
         if resource is None or moved.end in ("done", "failed"):
             return 0
         names = self._search.names
@@ -323,7 +335,7 @@ class Run:
         version = node.version(resource.name)
         if shown not in (SERIAL, SERIAL_WRITES):
             before = names.as_if_at_once(before, version)
-        entry: Hashable = (seat.log, version, moved.end)
+        entry: Hashable = (log, version)
         if moved.end == "blocked":
             place = sum(names.waits(each.context(resource.name)) for each in node.seats if each is not seat)
             entry = Waits(seat.log, version, place)

@@ -1,10 +1,10 @@
-"""Which of several serializable transactions did what first: what comes of them depends on more than each one's own log.
+"""Which of several serializable transactions did what first: what comes of them depends on more than their logs.
 
 PostgreSQL refuses one of two that read what the other one writes, or lets both go on, by who did what when, and may
 mark the victim long before it is told (Ports and Grittner, "Serializable Snapshot Isolation in PostgreSQL", VLDB 2012).
-So for each pair of live ones it is noted where the other one stood at each step. Two that have only read are not in each
-other's way. When one commits, that is kept for as long as the other one lives; when one is rolled back, it counts for
-nothing, unless somebody had committed meanwhile.
+So for each pair of live ones it is noted where the other one stood at each step. Two that have only read are not in
+the way of each other. When one commits, its notes are kept for as long as the other one lives; when one is rolled back,
+they count for nothing, unless somebody had committed meanwhile.
 
 The notes are contexts of a seat, under a name made of the resource and the other one.
 """

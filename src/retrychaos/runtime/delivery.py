@@ -309,10 +309,13 @@ class _Delivery:
     def observed(self, *values: object) -> None:
         """What a job gets back matters only where deliveries overlap."""
 
-    def enter(self) -> None:
+    def enter(self, tells: bool) -> None:
         """Nobody else is running for whom it could wait."""
 
     def arrive(self) -> None:
+        """See enter()."""
+
+    def waits_on(self) -> None:
         """See enter()."""
 
     def blocked(self) -> bool:

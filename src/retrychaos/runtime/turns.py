@@ -26,8 +26,10 @@ from retrychaos.world.world import Saved
 
 _ASK_AFTER = 0.0005
 """Seconds after which a server is asked whether a statement waits there."""
-_DEADLOCK = 0.003
-"""Seconds in which the timer for deadlocks has run out, that is set to 1 ms."""
+_DEADLOCK = 0.005
+"""Seconds in which the timer for deadlocks has run out, that is set to 1 ms; where the server does not say so."""
+_MOST_LATE = 1.0
+"""Seconds in which it has, and the server has said so."""
 _GRACE = 2.0
 """Seconds for a thread that was told to end."""
 _Lock = threading.Lock
@@ -92,6 +94,14 @@ class Actor:
         """Others go on while its statement waits in the server."""
         self.arrived = _Event()
         """Its statement has come back meanwhile, and it stands still."""
+        self.looked = _Event()
+        """The server has looked whether it waits in a circle."""
+        self.tells = False
+        """It says so when the server has looked."""
+        self.since = 0.0
+        """When it was seen to wait in the server."""
+        self.settled = False
+        """And whoever drives knows of it."""
         self.guard = _Lock()
         self._did: Step | None = None
 
@@ -148,9 +158,13 @@ class Actor:
         surface, self.surface = self.surface, False
         return not surface
 
-    def enter(self) -> None:
+    def enter(self, tells: bool) -> None:
         self.arrived.clear()
-        self.inside = True
+        self.looked.clear()
+        self.settled, self.tells, self.inside = False, tells, True
+
+    def waits_on(self) -> None:
+        self.looked.set()
 
     def arrive(self) -> None:
         with self.guard:
@@ -277,6 +291,8 @@ class Play:
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.actors: list[Actor] = []
+        self.returned: dict[Actor, bool] = {}
+        """Deliveries whose statement waited in a server, and came back by the last move; has it committed by that?"""
         self._visitors: list[Visitor] = []
         self.traced = traced
         self.running: Actor | None = None
@@ -287,8 +303,6 @@ class Play:
         self._base = base
         self._limit = limit
         self._on: Actor | None = None
-        self._timer = 0.0
-        """When the server's timer for deadlocks has run out for the statement that began to wait last."""
 
     def __enter__(self) -> Play:
         workshop, world = self._workshop, self._world
@@ -349,7 +363,8 @@ class Play:
 
         surface: a step that waits fails instead. circle: deliveries may come to wait for each other by it.
         """
-        if actor.away and actor not in self.settle():
+        if actor.away and not actor.settled:
+            self.returned = {}
             return actor.moved()  # its statement still waits in the server
         actor.surface = surface
         if actor.pause:
@@ -362,6 +377,7 @@ class Play:
         if actor.end:
             self._world.facts()  # what it has committed is read before its connections are gone
             self._world.leave(actor)
+        self._settle()
         return moved
 
     def visit(self, job: Job, number: int, pid: int) -> Visitor:
@@ -392,6 +408,7 @@ class Play:
         if not self._call_back(actor):
             self._hang(actor)
         self._world.leave(actor)
+        self._settle()
 
     def _call_back(self, actor: Actor) -> bool:
         """A statement that waits in a server ends, or nothing could be done on its connection. False if it does not."""
@@ -458,9 +475,13 @@ class Play:
     def _let_timers_run_out(self) -> None:
         """In a circle the server ends a statement itself: that of the one whose timer runs out while the circle is
         closed. So the timer of a statement that waits has to run out before another one may close a circle."""
-        left = self._timer - _monotonic()
-        if left > 0:
-            _sleep(left)
+        for actor in self.actors:
+            if not actor.away or actor.dead or actor.arrived.is_set():
+                continue
+            if actor.tells:
+                actor.looked.wait(_MOST_LATE)
+            elif (left := actor.since + _DEADLOCK - _monotonic()) > 0:
+                _sleep(left)
 
     def _await(self, actor: Actor) -> None:
         """Until it stands at its next boundary, or waits in a server for somebody else."""
@@ -468,7 +489,7 @@ class Play:
         pause = _ASK_AFTER
         while not self.back.acquire(timeout=pause):
             if self._waits_inside(actor) and actor.go_on_without():
-                self._timer = _monotonic() + _DEADLOCK
+                actor.since = _monotonic()
                 return
             if _monotonic() > end:
                 self._hang(actor)
@@ -483,16 +504,18 @@ class Play:
         resource = self._world.resources.get(actor.pending.resource) if actor.pending else None
         return resource.waits(actor) if resource is not None else ""
 
-    def settle(self) -> list[Actor]:
-        """Those whose statement has come back from the server, since somebody else has moved."""
-        back = []
+    def _settle(self) -> None:
+        """Nothing happens any more by itself: statements that waited for what was just done have come back."""
+        self.returned = {}
         for actor in self.actors:
-            if actor.away and not actor.dead and not actor.arrived.is_set():
-                while not self._waits(actor) and not actor.arrived.wait(0.002):
-                    pass
-            if actor.away and not actor.dead and actor.arrived.is_set():
-                back.append(actor)
-        return back
+            if not actor.away or actor.dead or actor.settled:
+                continue
+            while not self._waits(actor) and not actor.arrived.wait(0.002):
+                pass
+            if actor.arrived.is_set():
+                actor.settled = True
+                resource = self._world.resources.get(actor.pending.resource) if actor.pending else None
+                self.returned[actor] = resource is not None and resource.came_back(actor)
 
     def _hang(self, actor: Actor) -> NoReturn:
         where = f" after {actor.pending.detail}" if actor.pending else ""

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
-from retrychaos.world.postgres_handle import Handle
+from retrychaos.world.postgres_cursors import tags
+from retrychaos.world.postgres_handle import WRITERS, Handle
 from retrychaos.world.postgres_line import (
     ACTIVE,
     FAILED,
@@ -66,6 +67,8 @@ class PostgresDatabase:
         self._direct: bool | None = None
         self._saved: tuple[Version, State] | None = None
         self.commits = 0
+        self._stirred = False
+        """A statement outside of a transaction has written."""
         self.version = Version({}, real_time=True)
         self._read_schema()
         # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
@@ -111,9 +114,9 @@ class PostgresDatabase:
         if handle.over():
             self._refuse_new_schema()
 
-    def executed(self, handle: Handle, tags: Sequence[str], was_idle: bool) -> None:
-        """A statement has run; `tags`: what the server called it."""
-        words = [tag.split(" ", 1)[0] for tag in tags if tag]
+    def executed(self, handle: Handle, done: Sequence[str], was_idle: bool) -> None:
+        """A statement has run; `done`: what the server called it."""
+        words = [tag.split(" ", 1)[0] for tag in done if tag]
         handle.ran(words)
         status = standing(handle.raw)
         if status in (IN_TRANSACTION, FAILED):
@@ -122,9 +125,11 @@ class PostgresDatabase:
                 self.stage.touched(self)
         elif status == IDLE:
             self.ended(handle)
+            # A row may have been written that is as before: a snapshot of somebody else is out of date by that.
+            self._stirred = self._stirred or any(map(_has_written, done))
             if was_idle and not {"CALL", "DO"}.isdisjoint(words):
                 self.stage.doubt(
-                    f"a procedure on {self.label} ran outside a transaction ({tags[-1]}): it may commit on its own, "
+                    f"a procedure on {self.label} ran outside a transaction ({done[-1]}): it may commit on its own, "
                     "and boundaries inside it are not seen. Call it in a transaction."
                 )
 
@@ -194,7 +199,7 @@ class PostgresDatabase:
                     self.stage.touched(self)
         if self._dirty is None or self._dirty:
             dirty, self._dirty = self._dirty, set()
-            if dirty is None:
+            if dirty is None and not self._stirred:
                 log = self._log_position()
                 if log == self._log:
                     return self.version  # nothing at all was committed
@@ -202,7 +207,8 @@ class PostgresDatabase:
             else:
                 self._log = None  # it has moved on, and where to is asked when it matters
             before, self.version = self.version, self._read(dirty)
-            self.commits += bool(dirty) or self.version is not before
+            self.commits += bool(dirty) or self._stirred or self.version is not before
+            self._stirred = False
         return self.version
 
     def sweep(self) -> Version:
@@ -230,7 +236,7 @@ class PostgresDatabase:
         return self._saved[1]
 
     def restore(self, version: Version, blob: State) -> None:
-        self._dirty = set()
+        self._dirty, self._stirred = set(), False
         try:
             log = self._log_position()
             if not self._trusted or log != self._full_log:
@@ -348,13 +354,23 @@ class PostgresDatabase:
                 return CIRCLE if found == "true" else WAITS
         return ""
 
+    def came_back(self, owner: object) -> bool:
+        over = [each for each in self.handles.values() if each.owner is owner and each.cursor is not None]
+        over = [each for each in over if standing(each.raw) == IDLE]
+        for handle in over:
+            self.executed(handle, tags(handle.cursor), was_idle=True)
+            handle.cursor = None
+        return bool(over)
+
     def races(self, owner: object) -> bool:
-        # When a transaction ends, all who wait for that are woken at once. Other locks are given in turn.
+        # When a transaction ends, all who wait for that are woken at once. Who waits for the lock of a row version does
+        # so since another one waits before it; whether the order stays depends on what becomes of the row.
         pids = ", ".join(map(str, self._pids(owner)))
         return bool(
             self._ask(
-                "SELECT FROM pg_locks mine JOIN pg_locks other USING (transactionid) WHERE NOT mine.granted "
-                f"AND NOT other.granted AND mine.pid IN ({pids}) AND other.pid NOT IN ({pids}) LIMIT 1"
+                f"SELECT FROM pg_locks mine WHERE NOT granted AND pid IN ({pids}) AND (locktype = 'tuple' OR EXISTS ("
+                "SELECT FROM pg_locks other WHERE NOT granted AND other.transactionid = mine.transactionid "
+                f"AND other.pid NOT IN ({pids})))"
             )
         )
 
@@ -505,3 +521,9 @@ class PostgresDatabase:
             handle.record.invalidate()
         with contextlib.suppress(Exception):
             finish(handle.raw)
+
+
+def _has_written(tag: str) -> bool:
+    """What the server calls a command that has written rows: ``UPDATE 1``, ``INSERT 0 1``."""
+    number = tag.rpartition(" ")[2]
+    return tag.split(" ")[0] in WRITERS and number.isdigit() and int(number) > 0

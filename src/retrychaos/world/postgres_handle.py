@@ -18,7 +18,7 @@ _HARMLESS = frozenset(
     )
 )
 """First words of the tags of commands that change no schema by themselves."""
-_WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
+WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
 
 
 @dataclass(eq=False)
@@ -40,13 +40,17 @@ class Handle:
     lost: bool = False
     owner: object = None
     """The delivery that it belongs to, where several run."""
+    tells: bool = False
+    """It says when the server has looked whether deliveries wait for each other."""
+    cursor: Any = None
+    """What runs a statement, until it is known what that has done."""
     altered: bool = False
     """A command has run in the open transaction that may have changed the schema."""
 
     def ran(self, words: Sequence[str]) -> None:
         """Commands of these names have run."""
         self.altered = self.altered or not _HARMLESS.issuperset(words)
-        self.wrote = self.wrote or not _WRITERS.isdisjoint(words)
+        self.wrote = self.wrote or not WRITERS.isdisjoint(words)
 
     def over(self) -> bool:
         """The transaction ends. Might it have changed the schema?"""

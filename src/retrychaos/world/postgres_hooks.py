@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -80,6 +81,7 @@ class PostgresSource:
         self._left: list[tuple[int | None, Any]] = []
         """Connections of deliveries that have ended, with the pool that they are from."""
         self._guard: Guard | None = None
+        self._noticing: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
@@ -251,13 +253,29 @@ class PostgresSource:
         finally:
             self._stage.quiet = quiet
         if self._stage.concurrent:
-            with contextlib.suppress(LineError):
-                run(raw, "SET deadlock_timeout = '1ms'")
+            handle.tells = self._hurry(raw)
         if handle.unhooked:
             self._factories.append((raw, raw.cursor_factory))
             raw.cursor_factory = self._cursor(raw.cursor_factory)
         self._followed[id(raw)] = (database, handle)
         return database, handle
+
+    def _hurry(self, raw: Any) -> bool:
+        """Let the server look early for deliveries that wait for each other. True if it says when it has looked."""
+        tells = hasattr(raw, "add_notice_handler")
+        with contextlib.suppress(LineError):
+            run(raw, "SET deadlock_timeout = '1ms'")
+            if tells:
+                run(raw, "SET log_lock_waits = on; SET client_min_messages = log")
+                if raw not in self._noticing:
+                    self._noticing.add(raw)
+                    raw.add_notice_handler(self._noticed)
+                return True
+        return False
+
+    def _noticed(self, notice: Any) -> None:
+        if notice.source_function == "ProcSleep":  # proc.c: "still waiting for", after the check for deadlocks
+            self._stage.waits_on()
 
     def _ping(self, original: Any) -> Any:
         def _do_ping_w_event(dialect: Any, raw: Any) -> Any:
@@ -300,13 +318,14 @@ class PostgresSource:
             database.committing(handle)
         thread = threading.get_ident()
         self._busy.add(thread)
-        self._stage.enter()
+        handle.cursor = cursor
+        self._stage.enter(handle.tells)
         try:
             with self._guarded(database, handle):
                 yield
         except Exception as error:
             self._back(thread)
-            self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
+            self._observe_error(error)
             raise
         except BaseException:
             self._busy.discard(thread)
@@ -316,7 +335,9 @@ class PostgresSource:
             if self._stage.concurrent:
                 self._observe(cursor)
         finally:
-            database.executed(handle, tags(cursor), was_idle)
+            if handle.cursor is cursor:  # else that was seen when it came back
+                database.executed(handle, tags(cursor), was_idle)
+            handle.cursor = None
 
     def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
         """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
@@ -347,14 +368,25 @@ class PostgresSource:
         now = datetime.now().timestamp()
         self._stage.observed(_masked(rows, now), cursor.rowcount)
 
-    def _commit(self, raw: Any) -> None:
+    @contextlib.contextmanager
+    def _commit(self, raw: Any) -> Iterator[None]:
+        """A COMMIT by the driver runs inside."""
         found = self._of(raw)
         if found is None or standing(raw) not in (IN_TRANSACTION, FAILED):
+            yield
             return
         database, handle = found
         self._stage.step("commit", database, "COMMIT", "COMMIT")
         database.committing(handle)
+        try:
+            yield
+        except Exception as error:
+            self._observe_error(error)
+            raise
         self._stage.observed("committed")
+
+    def _observe_error(self, error: Exception) -> None:
+        self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
 
     def _watch_out(self, database: PostgresDatabase, text: str) -> None:
         start = text[:20].upper()
@@ -446,8 +478,9 @@ class PostgresSource:
         def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
             if self._stage.running and not self._is_busy and driver_of(raw) == "psycopg":
                 if command == b"COMMIT":
-                    self._commit(raw)
-                elif query_text(command, raw).startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
+                    with self._commit(raw):
+                        return (yield from original(raw, command, *args, **kwargs))
+                if query_text(command, raw).startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
                     found = self._of(raw)
                     if found is not None:
                         self._refuse_two_phases(found[0])
@@ -473,7 +506,8 @@ class PostgresSource:
         def commit(fairy: Any) -> Any:
             raw = fairy.dbapi_connection
             if self._stage.running and driver_of(raw) == "psycopg2":
-                self._commit(raw)
+                with self._commit(raw):
+                    return raw.commit()
             return raw.commit()
 
         return commit

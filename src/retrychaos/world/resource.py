@@ -86,6 +86,13 @@ class Resource(Protocol):
         """
         ...
 
+    def came_back(self, owner: object) -> bool:
+        """The statement of a delivery has waited in the server, and is done; its thread stands still.
+
+        True if it has been committed by that: refresh() has to see it.
+        """
+        ...
+
     def races(self, owner: object) -> bool:
         """A statement of another delivery waits in the server for the very same thing, and which of both gets it, the
         server does not decide in the same way each time."""
@@ -169,8 +176,15 @@ class Stage(Protocol):
         """The delivery whose code is running, where there are several; else None."""
         ...
 
-    def enter(self) -> None:
-        """The running delivery sends a statement that may wait in the server for as long as another one wants."""
+    def enter(self, tells: bool) -> None:
+        """The running delivery sends a statement that may wait in the server for as long as another one wants.
+
+        tells: waits_on() is called once the server has looked whether deliveries wait for each other.
+        """
+        ...
+
+    def waits_on(self) -> None:
+        """The server has looked, and the statement that was sent in this thread waits on."""
         ...
 
     def arrive(self) -> None:

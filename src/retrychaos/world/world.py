@@ -29,7 +29,8 @@ class Recorder(Protocol):
     def excuse(self, problem: Exception) -> None: ...
     def sleep(self, seconds: float) -> None: ...
     def observed(self, *values: object) -> None: ...
-    def enter(self) -> None: ...
+    def enter(self, tells: bool) -> None: ...
+    def waits_on(self) -> None: ...
     def arrive(self) -> None: ...
     def blocked(self) -> bool: ...
 
@@ -187,9 +188,14 @@ class World:
         if self.concurrent and self.recorder is not None:
             self.recorder.observed(*values)
 
-    def enter(self) -> None:
+    def enter(self, tells: bool) -> None:
         if self.concurrent and self.recorder is not None:
-            self.recorder.enter()
+            self.recorder.enter(tells)
+
+    def waits_on(self) -> None:
+        """Also called by a delivery that is not the running one."""
+        if self.concurrent and self.actor_of_thread is not None:
+            self.actor_of_thread().waits_on()
 
     def blocked(self) -> bool:
         return self.recorder is not None and self.recorder.blocked()
