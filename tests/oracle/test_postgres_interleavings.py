@@ -215,20 +215,26 @@ def test_real_processes(name: str, store: Store, processes: Processes) -> None:
     fail(failures)
 
 
-KNOWN: dict[str, Program] = {
-    "two who share a row and want to write it": Program(
-        (Block((("lock", 1, "SHARE"), ("bump", 1)), after_error="again"),)
+KNOWN: dict[str, tuple[Program, int]] = {
+    "two who share a row and want to write it": (
+        Program((Block((("lock", 1, "SHARE"), ("bump", 1)), after_error="again"),)),
+        0,
     ),
-    "a snapshot of the past": Program((Block((("value", 1), ("store", 1)), "REPEATABLE READ", after_error="again"),)),
-    "a circle of a row and an advisory lock": Program(
-        (Block((("bump", 1), ("advise", 1))), Block((("advise", 1), ("bump", 1)), after_error="skip"))
+    "a snapshot of the past": (
+        Program((Block((("value", 1), ("store", 1)), "REPEATABLE READ", after_error="again"),)),
+        0,
     ),
-    "a failed statement is not waited for": Program((Block((("try_claim", "k"), ("bump", 1)), after_error="skip"),)),
-    "a foreign key and a lock": Program((Block((("refer", 1), ("lock", 1, "UPDATE")), after_error="stop"),)),
-    "write skew": Program((Block((("exists", "k"), ("leave_if", 1), ("claim_quietly", "k")), "SERIALIZABLE"),)),
-    "a claim that is taken back": Program((Block((("unclaim", "taken"), ("claim_quietly", "taken"))),)),
-}
-WRONG: dict[str, tuple[Program, int]] = {
+    "a circle of a row and an advisory lock": (
+        Program((Block((("bump", 1), ("advise", 1))), Block((("advise", 1), ("bump", 1)), after_error="skip"))),
+        0,
+    ),
+    "a failed statement is not waited for": (
+        Program((Block((("try_claim", "k"), ("bump", 1)), after_error="skip"),)),
+        0,
+    ),
+    "a foreign key and a lock": (Program((Block((("refer", 1), ("lock", 1, "UPDATE")), after_error="stop"),)), 0),
+    "write skew": (Program((Block((("exists", "k"), ("leave_if", 1), ("claim_quietly", "k")), "SERIALIZABLE"),)), 0),
+    "a claim that is taken back": (Program((Block((("unclaim", "taken"), ("claim_quietly", "taken"))),)), 0),
     "what is locked depends on what others have locked": (
         Program((Block((("lock", 1, "KEY SHARE"), ("pick",), ("fail_if", 0))),)),
         0,
@@ -255,21 +261,13 @@ WRONG: dict[str, tuple[Program, int]] = {
         1,
     ),
 }
+"""Programs, and with how many crashes."""
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_jobs(name: str, store: Store, processes: Processes) -> None:
-    """Jobs that are about one thing each."""
-    case = Case(KNOWN[name], Family(Kind(), Scope(2, 0), 0, states=100))
+    """Jobs that are about one thing each; many the tool was once wrong about."""
+    program, crashes = KNOWN[name]
+    case = Case(program, Family(Kind(), Scope(2, crashes), 0, states=300))
     found = disagreement(case, store) or by_processes(case, store, processes)
     assert not found or not report(name, case, lambda case: disagreement(case, store)), found
-
-
-@pytest.mark.xfail(strict=True, reason="the tool gives up on these")
-@pytest.mark.parametrize("name", WRONG)
-def test_jobs_that_the_tool_gives_up_on(name: str, store: Store, processes: Processes) -> None:
-    program, crashes = WRONG[name]
-    case = Case(program, Family(Kind(), Scope(2, crashes), 0, states=300))
-    with patience():
-        found = disagreement(case, store) or by_processes(case, store, processes)
-    assert not found, found

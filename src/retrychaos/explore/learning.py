@@ -43,9 +43,13 @@ class Run:
         self.node = node
         self._search = search
         self._play = play
-        self._serials: dict[str, Hashable] = {}
-        self._drawn: dict[int, dict[str, tuple[Any, Any]]] = {}
-        """Where counters stood before a delivery first drew from them, and after it last did."""
+        world = search.workshop.world
+        self._serials: dict[str, Any] = {name: resource.serials() for name, resource in world.resources.items()}
+        """Where counters stand."""
+        self._floor: dict[str, Any] = dict(self._serials)
+        """Below this their numbers are stored, or were drawn by deliveries long gone."""
+        self._drawn: dict[int, dict[str, Any]] = {}
+        """Where counters stood when a delivery had last drawn from them."""
         self._stored: set[int] = set()
         """Deliveries that have left something behind since they drew."""
         self._actors: dict[int, Actor] = {}
@@ -90,7 +94,7 @@ class Run:
         for name, resource in world.resources.items():
             self._serials[name] = resource.serials()
             if self._serials[name] != serials.get(name, self._serials[name]):  # drawn for good
-                self._drawn.setdefault(-number, {})[name] = (serials[name], self._serials[name])
+                self._drawn.setdefault(-number, {})[name] = self._serials[name]
         changes, _ = self._changes(node, facts, "", frozenset())
         stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
         outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)))
@@ -110,6 +114,7 @@ class Run:
         log = search.names.logs[node.seats[index].log]
         name = log.pending.resource if log.pending is not None else ""
         facts = self._play.facts()
+        self._note_serials(name, None)
         back, stirred, taint = self._come_back(node, name, facts)
         self._rewind(ident)
         changes, _ = self._changes(node, facts, "", taint)
@@ -124,27 +129,24 @@ class Run:
 
         Else each death would make a new state, for ever. If something that it did can hold them, they stay burnt.
         """
-        world = self._search.workshop.world
         drawn = self._drawn.pop(ident, None)
-        if drawn is None or ident in self._stored:
-            return
-        for name, (before, _) in drawn.items():
-            last = [each[name][1] for each in self._drawn.values() if name in each]
-            target = dict(before)
-            for others in last:
-                target = {oid: max(value, dict(others).get(oid, value)) for oid, value in target.items()}
-            world.resources[name].rewind_serials(tuple(target.items()))
-            self._serials[name] = world.resources[name].serials()
+        for name, last in (drawn or {}).items():
+            if ident in self._stored:
+                self._floor[name] = _highest(self._floor[name], last)
+            target = self._floor[name]
+            for each in self._drawn.values():
+                target = _highest(target, each.get(name, target))
+            resource = self._search.workshop.world.resources[name]
+            resource.rewind_serials(target)
+            self._serials[name] = resource.serials()
 
     def _come_back(self, node: Node, name: str, facts: Facts) -> tuple[list[Seat], bool, frozenset[int]]:
         """Those whose statement waited in the server for what was done here; whether any was committed by that; and
         whose random values it may store."""
-        names, resource = self._search.names, self._search.workshop.world.resources.get(name)
+        names = self._search.names
         back = [seat for seat in node.seats if self._actors.get(seat.ident) in self._play.returned]
         committed, taint = False, frozenset[int]()
         for seat in back:
-            assert resource is not None
-            self._note_serials(name, resource, seat.ident)
             if self._play.returned[self._actors[seat.ident]]:
                 log, committed = names.logs[seat.log], True
                 taint |= log.taint | ({seat.ident} if log.drew or seat.ident in self._drawn else set())
@@ -200,8 +202,9 @@ class Run:
             search.jammed = True
             search.found(key, Outcome(seat.log, seat.context(name), (), False, node.clock, JAMMED))
             raise Over
-        if resource is not None:
-            self._note_serials(name, resource, seat.ident)
+        # What ends a transaction draws nothing: then it was those who waited for that.
+        ends = log.pending.kind == "commit" or (moved.seen or ("",))[0] == "error"
+        self._note_serials(name, None if ends and self._play.returned else seat.ident)
         if seat.ident in self._drawn and self._has_stored(node, facts):
             self._stored.add(seat.ident)
         back, committed, stored = self._come_back(node, name, facts)
@@ -314,13 +317,19 @@ class Run:
         names, found = self._search.names, self._search.workshop.world.found_facts
         return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
 
-    def _note_serials(self, name: str, resource: Resource, ident: int) -> None:
-        serials = resource.serials()
-        before = self._serials.get(name, self._search.workshop.world.found_serials.get(name, serials))
+    def _note_serials(self, name: str, mover: int | None) -> None:
+        """Who has drawn numbers by this move? Those whose statement has come back by it may have, too."""
+        world = self._search.workshop.world
+        if name not in world.resources:
+            return
+        serials = world.resources[name].serials()
+        before = self._serials.setdefault(name, world.found_serials.get(name, serials))
+        self._floor.setdefault(name, before)
         self._serials[name] = serials
         if serials != before:
-            first = self._drawn.setdefault(ident, {}).get(name, (before, None))[0]
-            self._drawn[ident][name] = (first, serials)
+            drawers = [ident for ident, actor in self._actors.items() if actor in self._play.returned]
+            for ident in drawers if mover is None else [*drawers, mover]:
+                self._drawn.setdefault(ident, {})[name] = serials
 
     def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved, log: int) -> int:
         """What the delivery has open after its step, after which its log is `log`."""
@@ -367,3 +376,9 @@ class Run:
         self.node = search.after(node, -1, outcome)
         search.keep(self.node, self._play.clock)
         search.found(search.key(node, -1), outcome)
+
+
+def _highest(one: Any, other: Any) -> Any:
+    """Where counters stand when they have come as far as in both."""
+    ahead = dict(other)
+    return tuple((counter, max(value, ahead.get(counter, value))) for counter, value in one)
