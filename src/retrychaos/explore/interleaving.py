@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from retrychaos.explore import serial
 from retrychaos.explore.company import Company
 from retrychaos.explore.learning import Over, Run
+from retrychaos.explore.rules import Rules
 from retrychaos.explore.transitions import (
     CLOCK,
     JAMMED,
@@ -24,16 +24,13 @@ from retrychaos.explore.transitions import (
     Names,
     Node,
     Outcome,
-    Seat,
     Surprise,
     index_of,
     move_of,
-    shown_by_others,
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.delivery import LADDER, Job, Workshop
 from retrychaos.runtime.turns import Play
-from retrychaos.world.resource import BEGUN
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
@@ -87,7 +84,10 @@ class OutOfTime(Exception):
 
 
 class Interleaving:
-    """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime."""
+    """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime.
+
+    shared: see Rules. timed: states are told apart by the time of day; else a job is taken not to go by it.
+    """
 
     def __init__(
         self,
@@ -120,9 +120,7 @@ class Interleaving:
         self._scope = scope
         self._limit = limit
         self.timed = timed
-        """States are told apart by the time of day; else a job is taken not to go by it."""
-        self._shared = shared
-        """What one delivery does is taken to hold for others, as long as it has drawn nothing at random."""
+        self.rules = Rules(self.names, shared)
         self._table: dict[Hashable, Outcome] = {}
         self._saved: dict[tuple[tuple[tuple[str, int], ...], tuple[int, int]], tuple[Saved | None, int]] = {
             ((), (0, 0)): (None, 0)
@@ -208,18 +206,18 @@ class Interleaving:
                 self._later.append((node, move_of("kill", seat.ident)))
         if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
             for seat in node.seats:  # nobody can go on: the step of any one fails
-                if not self._is_away(seat):
+                if not self.rules.is_away(seat):
                     self._try(node, move_of("fail", seat.ident))
 
     def _moves(self, node: Node) -> Iterator[Move]:
         if node.idle and not node.acked:
             if self.reached[node].deliveries < MAX_DELIVERIES:
-                yield move_of("begin", self._free_ident(node))
+                yield move_of("begin", self.rules.free_ident(node))
             else:
                 self.bounded = True
         for seat in node.seats:
             yield move_of("run", seat.ident)
-        if self._scope.late and self.until_expiry(node) is not None:
+        if self._scope.late and self.rules.until_expiry(node) is not None:
             yield Move("jump")
 
     def _try(self, node: Node, move: Move) -> bool:
@@ -229,42 +227,42 @@ class Interleaving:
             return True
         if move.kind == "rival":
             return self._try_rival(node, move)
-        entered = self.seated(node, move)
+        entered = self.rules.seated(node, move)
         index = index_of(entered, move.ident)
-        if move.kind == "kill" and not self.is_felt(node, index):
-            self._reach(node, self.killed(node, index), move)
+        if move.kind == "kill" and not self.rules.is_felt(node, index):
+            self._reach(node, self.rules.killed(node, index), move)
             return True
-        if move.kind == "run" and self._is_away(entered.seats[index]):
+        if move.kind == "run" and self.rules.is_away(entered.seats[index]):
             return False
         if move.kind in ("begin", "run") and self.names.logs[entered.seats[index].log].end == "done":
-            self._reach(node, self.acknowledged(entered, index), move)
+            self._reach(node, self.rules.acknowledged(entered, index), move)
             return True
         if move.kind == "begin" and self.names.logs[UNSTARTED].end:
             return False  # it raises before its first step, whatever the world is like
         if move.kind in ("begin", "run") and not self._may_sleep(entered, index):
             return False
-        key = self.key(entered, index, move.kind)
+        key = self.rules.key(entered, index, move.kind)
         outcome = self._table.get(key)
-        if outcome is None and move.kind == "run" and self.endless_of(entered, index) in self.endless:
+        if outcome is None and move.kind == "run" and self.rules.endless_of(entered, index) in self.endless:
             return False
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
-        after = self.after(entered, index, outcome)
+        after = self.rules.after(entered, index, outcome)
         if after == node:
             return False
         self._reach(node, after, move)
         return True
 
     def _try_rival(self, node: Node, move: Move) -> bool:
-        key = self.rival_key(node, move.ident)
+        key = self.rules.rival_key(node, move.ident)
         outcome = self._table.get(key)
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
         if outcome.end:
             return False  # it cannot run whole here
-        self._reach(node, self.visited(node, move.ident, outcome), move)
+        self._reach(node, self.rules.visited(node, move.ident, outcome), move)
         return True
 
     def _reach(self, before: Node, node: Node, move: Move) -> None:
@@ -312,152 +310,16 @@ class Interleaving:
         index = index_of(node, move.ident)
         return self.names.logs[node.seats[index].log].pause if move.kind == "run" and index >= 0 else 0
 
-    # -- what moves come to -----------------------------------------------------------------------------------------
-
-    def _free_ident(self, node: Node) -> int:
-        """The least number of a delivery whose random values are neither stored nor known to anybody."""
-        names = self.names
-        taken = {seat.ident for seat in node.seats}
-        for _, version in node.versions:
-            taken |= names.taints[version]
-        for seat in node.seats:
-            taken |= names.logs[seat.log].taint
-        return next(ident for ident in range(len(taken) + 1) if ident not in taken)
-
-    def seated(self, node: Node, move: Move) -> Node:
-        """The state in which the delivery that moves is there."""
-        if move.kind != "begin":
-            return node
-        seats = tuple(sorted((*node.seats, Seat(move.ident, UNSTARTED))))
-        return node._replace(seats=seats, idle=node.idle - 1)
-
-    def key(self, node: Node, index: int, kind: str = "run") -> Hashable:
-        """All that a step of this delivery can depend on."""
-        if index < 0:
-            return ("jump", node.time, node.versions)
-        seat = node.seats[index]
-        log = self.names.logs[seat.log]
-        if kind == "kill":
-            others = tuple(sorted(self._nameless(each) for at, each in enumerate(node.seats) if at != index))
-            return ("kill", self._nameless(seat), node.versions, node.time, others)
-        assert log.pending is not None
-        resource = log.pending.resource
-        ident = self._nameless(seat).ident
-        if resource == CLOCK:
-            return (ident, seat.log, node.time, node.versions, self.lingers(node, seat))
-        shown = shown_by_others(self.names, (s for s in node.seats if s is not seat), resource)
-        how = kind == "fail"
-        notes = serial.relation(node, index, resource) if self.names.serial else ()
-        return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, notes, how)
-
-    def _nameless(self, seat: Seat) -> Seat:
-        """What one delivery does holds for others, as long as it has drawn nothing at random."""
-        return seat if self.names.logs[seat.log].drew or not self._shared else seat._replace(ident=-1)
-
-    @staticmethod
-    def rival_key(node: Node, number: int) -> Hashable:
-        """All that the whole run of other code can depend on: the world, and what deliveries have open there."""
-        return ("rival", number, node.time, node.versions, tuple(seat.open for seat in node.seats if seat.open))
-
-    def visited(self, node: Node, number: int, outcome: Outcome) -> Node:
-        """The state after other code has run."""
-        after = _changed(node.versions, outcome.changes)
-        seats = node.seats
-        for resource in outcome.stirs:
-            seats = tuple(self._stirred(seat, resource, after) for seat in seats)
-        rivals = tuple(each for each in node.rivals if each != number)
-        rung = 0 if outcome.changes else node.rung
-        return node._replace(versions=after, clock=outcome.clock, seats=seats, rivals=rivals, rung=rung)
-
-    def after(self, node: Node, index: int, outcome: Outcome) -> Node:
-        versions = _changed(node.versions, outcome.changes) if outcome.changes else node.versions
-        seats = list(node.seats)
-        idle = node.idle
-        if index >= 0:
-            log = self.names.logs[seats[index].log]
-            resource = log.pending.resource if log.pending else ""
-            if outcome.others:
-                became = dict(outcome.others)
-                seats = [
-                    each.with_context(resource, became.get(each.context(resource), each.context(resource)))
-                    if at != index
-                    else each
-                    for at, each in enumerate(seats)
-                ]
-            if outcome.stirred:
-                seats = [
-                    each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
-                ]
-            before = seats[index]
-            if outcome.end in ("done", "failed", "killed"):
-                seats[index] = Seat(before.ident, outcome.log)
-            else:
-                seat = before._replace(log=outcome.log).with_context(resource, outcome.context)
-                if outcome.polled is not None:
-                    polled = tuple((name, version) for name, version in versions if name in outcome.polled)
-                    seat = seat.with_context(CLOCK, self.names.context(0, (outcome.polled, polled), BEGUN))
-                seats[index] = seat
-            if self.names.serial:
-                committed = outcome.end != "killed" and not self.names.errs(outcome.log)
-                seats = serial.after_step(self.names, seats, index, before, resource, committed)
-            if outcome.end in ("failed", "killed"):
-                del seats[index]
-                idle += not node.acked
-        # Where something has changed, the clock may have to go on in vain as often as before.
-        rung = node.rung + 1 if outcome.end == "vain" else 0 if outcome.changes else node.rung
-        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung, node.rivals)
-
-    def endless_of(self, node: Node, index: int) -> Hashable:
-        """A loop that waits and will not end by itself does not end at another time of day either."""
-        seat = node.seats[index]
-        return (seat.ident, seat.log, seat.context(CLOCK)) if self.lingers(node, seat) else None
-
-    def lingers(self, node: Node, seat: Seat) -> bool:
-        """It goes round in a loop that waits, and nothing that it looks at has changed since it looked."""
-        context = seat.context(CLOCK)
-        if not context:
-            return False
-        resources, polled = self.names.polled(context)
-        return bool(polled == tuple((name, version) for name, version in node.versions if name in resources))
-
-    def _stirred(self, seat: Seat, resource: str, versions: tuple[tuple[str, int], ...]) -> Seat:
-        """Somebody has committed while it has something open: what becomes of that may depend on it."""
-        context = seat.context(resource)
-        if not context or self.names.shown(context) == BEGUN:
-            return seat
-        return seat.with_context(resource, self.names.moved(context, dict(versions).get(resource, 0)))
-
-    def acknowledged(self, node: Node, index: int) -> Node:
-        seats = node.seats[:index] + node.seats[index + 1 :]
-        return node._replace(seats=seats, idle=0, acked=True)
-
-    def killed(self, node: Node, index: int) -> Node:
-        dead = node.seats[index]
-        seats = node.seats[:index] + node.seats[index + 1 :]
-        for resource, _ in dead.open:
-            seats = tuple(serial.ended(self.names, seats, dead, resource, committed=False))
-        return node._replace(seats=seats, idle=node.idle + (not node.acked))
-
-    def is_felt(self, node: Node, index: int) -> bool:
-        """Others can notice the death of this delivery at once, so it is not enough to think of it."""
-        if self.names.logs[node.seats[index].log].serial or self._is_away(node.seats[index]):
-            return True
-        return any(self._is_away(seat) for seat in node.seats)
-
-    def _is_away(self, seat: Seat) -> bool:
-        """Its statement waits in a server."""
-        return any(self.names.waits(context) for _, context in seat.open)
-
     def _is_blocked(self, node: Node, index: int) -> bool:
         """It waits for others, or is in a sleep that must not pass an expiry."""
         log = self.names.logs[node.seats[index].log]
         if log.end:
             return False
-        if self._is_away(node.seats[index]):
+        if self.rules.is_away(node.seats[index]):
             return True
-        if self.endless_of(node, index) in self.endless:
+        if self.rules.endless_of(node, index) in self.endless:
             return True
-        outcome = self._table.get(self.key(node, index))
+        outcome = self._table.get(self.rules.key(node, index))
         return outcome is not None and outcome.end in ("blocked", JAMMED)
 
     def _may_sleep(self, node: Node, index: int) -> bool:
@@ -465,7 +327,7 @@ class Interleaving:
         log = self.names.logs[node.seats[index].log]
         if self._scope.late or log.pending is None or log.pending.resource != CLOCK:
             return True
-        left = self.until_expiry(node)
+        left = self.rules.until_expiry(node)
         if left is None or log.pause < left:
             return True
         return all(self._rests(node, at) for at in range(len(node.seats)) if at != index)
@@ -473,11 +335,6 @@ class Interleaving:
     def _rests(self, node: Node, index: int) -> bool:
         log = self.names.logs[node.seats[index].log]
         return log.pending is not None and (log.pending.resource == CLOCK or self._is_blocked(node, index))
-
-    def until_expiry(self, node: Node) -> int | None:
-        """Milliseconds until the next thing ends by itself, as far as known without running."""
-        ends = [end for _, version in node.versions for end in self.names.ends[version] if end > 0]
-        return min(ends, default=None)
 
     def _facts(self, node: Node) -> Facts:
         found = self.workshop.world.found_facts
@@ -532,7 +389,7 @@ class Interleaving:
 
     def _wait_of(self, node: Node) -> int | None:
         """For how long the clock goes on from a state that leads nowhere; None if that was tried."""
-        left = self.until_expiry(node)
+        left = self.rules.until_expiry(node)
         if left is not None:
             return left
         return round(LADDER[node.rung] * 1000) if node.rung < len(LADDER) else None
@@ -562,7 +419,7 @@ class Interleaving:
         index = index_of(node, move.ident)
         if self.names.logs[node.seats[index].log].end:
             return ""
-        outcome = self._table.get(self.key(node, index, move.kind))
+        outcome = self._table.get(self.rules.key(node, index, move.kind))
         return self.names.logs[outcome.log].error if outcome is not None and outcome.end == "failed" else ""
 
     # -- learning ---------------------------------------------------------------------------------------------------
@@ -607,17 +464,17 @@ class Interleaving:
         while ways:
             here, way = ways.popleft()
             for move in self._onward_moves(here):
-                entered = self.seated(here, move)
+                entered = self.rules.seated(here, move)
                 index = index_of(entered, move.ident)
                 log = self.names.logs[entered.seats[index].log]
                 if log.end or not self._may_sleep(entered, index):
                     continue
-                outcome = self._table.get(self.key(entered, index))
-                if outcome is None and self.endless_of(entered, index) in self.endless:
+                outcome = self._table.get(self.rules.key(entered, index))
+                if outcome is None and self.rules.endless_of(entered, index) in self.endless:
                     continue
                 if outcome is None:
                     return [*way, move]
-                after = self.after(entered, index, outcome)
+                after = self.rules.after(entered, index, outcome)
                 if len(way) + 1 < _NEAR and after not in seen:
                     seen.add(after)
                     ways.append((after, [*way, move]))
@@ -627,7 +484,7 @@ class Interleaving:
         for seat in node.seats:
             yield move_of("run", seat.ident)
         if node.idle and not node.acked:
-            yield move_of("begin", self._free_ident(node))
+            yield move_of("begin", self.rules.free_ident(node))
 
     def known(self, key: Hashable) -> Outcome | None:
         return self._table.get(key)
@@ -649,11 +506,3 @@ class Interleaving:
         key = (node.versions, node.time)
         if key not in self._saved:
             self._saved[key] = (self.workshop.world.save(), clock)
-
-
-def _changed(
-    versions: tuple[tuple[str, int], ...], changes: tuple[tuple[str, int], ...]
-) -> tuple[tuple[str, int], ...]:
-    """The versions after some of them have changed."""
-    after = {**dict(versions), **dict(changes)}
-    return tuple(sorted((name, version) for name, version in after.items() if version))

@@ -60,7 +60,7 @@ class Run:
         if move.kind == "rival":
             self._visit(self.node, move.ident)
             return
-        node = search.seated(self.node, move)
+        node = search.rules.seated(self.node, move)
         index = index_of(node, move.ident) if move.kind != "jump" else -1
         if move.kind == "kill":
             self._kill(node, index, move.ident)
@@ -74,7 +74,7 @@ class Run:
         log = search.names.logs[seat.log]
         if log.end == "done":
             del self._actors[seat.ident]
-            self.node = search.acknowledged(node, index)
+            self.node = search.rules.acknowledged(node, index)
             return
         if log.end:
             raise Over
@@ -83,7 +83,7 @@ class Run:
     def _visit(self, node: Node, number: int) -> None:
         """Other code runs, whole; or it is learned that it cannot, here."""
         search, world = self._search, self._search.workshop.world
-        key = search.rival_key(node, number)
+        key = search.rules.rival_key(node, number)
         commits = {name: resource.commits for name, resource in world.resources.items()}
         serials = {name: resource.serials() for name, resource in world.resources.items()}
         visitor = self._play.visit(search.company.job(number), number, VISITOR_PID * number)
@@ -98,19 +98,19 @@ class Run:
         changes, _ = self._changes(node, facts, "", frozenset())
         stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
         outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)))
-        self.node = search.visited(node, number, outcome)
+        self.node = search.rules.visited(node, number, outcome)
         search.keep(self.node, self._play.clock)
         search.found(key, outcome)
 
     def _kill(self, node: Node, index: int, ident: int) -> None:
         search = self._search
-        felt = search.is_felt(node, index)
+        felt = search.rules.is_felt(node, index)
         actor = self._actors.pop(ident)
         self._play.kill(actor)
         if not felt:
-            self.node = search.killed(node, index)
+            self.node = search.rules.killed(node, index)
             return
-        key = search.key(node, index, "kill")
+        key = search.rules.key(node, index, "kill")
         log = search.names.logs[node.seats[index].log]
         name = log.pending.resource if log.pending is not None else ""
         facts = self._play.facts()
@@ -120,7 +120,7 @@ class Run:
         changes, _ = self._changes(node, facts, "", taint)
         others = self._others(node, name, back, changes)
         outcome = Outcome(0, 0, changes, stirred, self._clock(node), "killed", others)
-        self.node = search.after(node, index, outcome)
+        self.node = search.rules.after(node, index, outcome)
         search.keep(self.node, self._play.clock)
         search.found(key, outcome)
 
@@ -176,16 +176,16 @@ class Run:
                 "where deliveries overlap, each in a thread of its own, the job fails before its first step, and in "
                 f"the clean run it does not: {actor.error}. Look for what belongs to one thread, or use duplicates=1."
             )
-        self._compare(search.names.logs[UNSTARTED], UNSTARTED, actor.moved(), actor)
+        self._compare(search.names.logs[UNSTARTED], actor.moved(), actor)
         search.begun()
 
     def _step(self, node: Node, index: int, seat: Seat, log: Log, fail: bool) -> None:
         search, names = self._search, self._search.names
-        key = search.key(node, index, "fail" if fail else "run")
+        key = search.rules.key(node, index, "fail" if fail else "run")
         assert log.pending is not None
         name = log.pending.resource
         actor = self._actors[seat.ident]
-        if name == CLOCK and search.lingers(node, seat):
+        if name == CLOCK and search.rules.lingers(node, seat):
             self._linger(node, index, seat, actor, key)
             return
         world = search.workshop.world
@@ -193,7 +193,7 @@ class Run:
         commits = resource.commits if resource is not None else 0
         known = search.known(key)
         if known is not None and known.end == JAMMED:
-            self.node = search.after(node, index, known)
+            self.node = search.rules.after(node, index, known)
             return
         moved = self._play.run(actor, surface=fail, circle=known is None or names.errs(known.log))
         facts = self._play.facts()
@@ -215,15 +215,10 @@ class Run:
         clock = self._clock(node)
         number = seat.log
         if moved.end != "blocked":
-            seen: Hashable = moved.seen
-            if seen is None:
-                seen = ("state", node.version(name), seat.context(name), key)
-            number = names.log(seat.log, name, log.pending.signature, seen, moved.end, clock)
-            grown = names.logs[number]
-            fresh = log.taint | read
-            grown.taint = fresh if not grown.learned else grown.taint & fresh
-            grown.serial = seat.ident in self._drawn and not moved.end
-            self._compare(grown, number, moved, actor)
+            serial = seat.ident in self._drawn and not moved.end
+            number = self._grow(
+                seat.log, moved, actor, (node.version(name), seat.context(name), key), clock, read, serial
+            )
         # What it shows to others takes a query to find out: of what is known, only a sample is asked again.
         if known is None or known.end != moved.end or search.moves % _SAMPLE == 0:
             context = self._context(node, index, resource, actor, moved, number)
@@ -235,11 +230,31 @@ class Run:
         outcome = Outcome(number, context, changes, stirred, clock, moved.end, self._others(node, name, back, changes))
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
-        self.node = search.after(node, index, outcome)
+        self.node = search.rules.after(node, index, outcome)
         if moved.end == "failed":
             del self._actors[seat.ident]
         search.keep(self.node, self._play.clock)
         search.found(key, outcome)
+
+    def _grow(
+        self, before: int, moved: Moved, actor: Actor, unseen: Hashable, clock: int, read: frozenset[int], serial: bool
+    ) -> int:
+        """The log after a step that was done.
+
+        unseen: stands for what the job got back, where that is not known. read: whose random values it may hold.
+        serial: numbers were drawn that no rollback brings back.
+        """
+        names = self._search.names
+        log = names.logs[before]
+        assert log.pending is not None
+        seen: Hashable = ("state", unseen) if moved.seen is None else moved.seen
+        number = names.log(before, log.pending.resource, log.pending.signature, seen, moved.end, clock)
+        grown = names.logs[number]
+        fresh = log.taint | read
+        grown.taint = fresh if not grown.learned else grown.taint & fresh
+        grown.serial = serial
+        self._compare(grown, moved, actor)
+        return number
 
     def _jams(self, node: Node, index: int, resource: Resource, actor: Actor) -> bool:
         """Another one waits for the same already, and it cannot be told who of both would get it first: so this one
@@ -268,11 +283,7 @@ class Run:
                 changes, read = self._changes(node, facts, log.pending.resource, log.taint)
                 if moved.end == "blocked":
                     break
-                seen: Hashable = moved.seen if moved.seen is not None else ("state", log.pending.resource, key)
-                number = names.log(number, log.pending.resource, log.pending.signature, seen, moved.end, clock)
-                grown = names.logs[number]
-                grown.taint = grown.taint | read
-                self._compare(grown, number, moved, actor)
+                number = self._grow(number, moved, actor, key, clock, read, log.serial)
                 if changes or moved.end or actor.pause:
                     break
             if moved.end == "blocked":
@@ -280,14 +291,14 @@ class Run:
             earlier = names.round_before(number) if actor.pause and not moved.end else None
             if earlier is None or changes:
                 outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end)
-                self.node = search.after(node, index, outcome)
+                self.node = search.rules.after(node, index, outcome)
                 if moved.end == "failed":
                     del self._actors[seat.ident]
                 search.keep(self.node, self._play.clock)
                 search.found(key, outcome)
                 return
             number = earlier[0]
-        search.endless.add(search.endless_of(node, index))
+        search.endless.add(search.rules.endless_of(node, index))
         search.found(key, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
         raise Over
 
@@ -350,7 +361,7 @@ class Run:
             entry = Waits(seat.log, version, place)
         return names.context(before, entry, shown)
 
-    def _compare(self, log: Log, number: int, moved: Moved, actor: Actor) -> None:
+    def _compare(self, log: Log, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""
         pause = max(1, round(actor.pause * 1000)) if actor.pause else 0
         if not log.learned:
@@ -373,9 +384,9 @@ class Run:
         passed = self._play.jump(node.rung)
         changes, _ = self._changes(node, self._play.facts(), "", frozenset())
         outcome = Outcome(0, 0, changes, False, self._clock(node), "" if passed else "vain")
-        self.node = search.after(node, -1, outcome)
+        self.node = search.rules.after(node, -1, outcome)
         search.keep(self.node, self._play.clock)
-        search.found(search.key(node, -1), outcome)
+        search.found(search.rules.key(node, -1), outcome)
 
 
 def _highest(one: Any, other: Any) -> Any:
