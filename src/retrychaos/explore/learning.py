@@ -111,14 +111,12 @@ class Run:
             self.node = search.rules.killed(node, index)
             return
         key = search.rules.key(node, index, "kill")
-        log = search.names.logs[node.seats[index].log]
-        name = log.pending.resource if log.pending is not None else ""
         facts = self._play.facts()
-        self._note_serials(name, None)
-        back, stirred, taint = self._come_back(node, name, facts)
+        self._note_serials(None)
+        back, stirred, taint = self._come_back(node, facts)
         self._rewind(ident)
         changes, _ = self._changes(node, facts, "", taint)
-        others = self._others(node, name, back, changes)
+        others = self._others(node, back, changes)
         outcome = Outcome(0, 0, changes, stirred, self._clock(node), "killed", others)
         self.node = search.rules.after(node, index, outcome)
         search.keep(self.node, self._play.clock)
@@ -140,13 +138,19 @@ class Run:
             resource.rewind_serials(target)
             self._serials[name] = resource.serials()
 
-    def _come_back(self, node: Node, name: str, facts: Facts) -> tuple[list[Seat], bool, frozenset[int]]:
-        """Those whose statement waited in the server for what was done here; whether any was committed by that; and
-        whose random values it may store."""
+    def _come_back(self, node: Node, facts: Facts) -> tuple[list[tuple[str, Seat]], bool, frozenset[int]]:
+        """Those whose statement waited in a server for what was done here, and where; whether any was committed by
+        that; and whose random values it may store."""
         names = self._search.names
-        back = [seat for seat in node.seats if self._actors.get(seat.ident) in self._play.returned]
+        back = [
+            (name, seat)
+            for seat in node.seats
+            if self._actors.get(seat.ident) in self._play.returned
+            for name, context in seat.open
+            if names.waits(context)
+        ]
         committed, taint = False, frozenset[int]()
-        for seat in back:
+        for _, seat in back:
             if self._play.returned[self._actors[seat.ident]]:
                 log, committed = names.logs[seat.log], True
                 taint |= log.taint | ({seat.ident} if log.drew or seat.ident in self._drawn else set())
@@ -155,15 +159,14 @@ class Run:
         return back, committed, taint
 
     def _others(
-        self, node: Node, name: str, back: list[Seat], changes: tuple[tuple[str, int], ...]
+        self, node: Node, back: list[tuple[str, Seat]], changes: tuple[tuple[str, int], ...]
     ) -> tuple[tuple[int, int], ...]:
         """What those have open now that have come back."""
-        names, resource = self._search.names, self._search.workshop.world.resources.get(name)
-        version = dict(changes).get(name, node.version(name))
+        names, resources = self._search.names, self._search.workshop.world.resources
         became: list[tuple[int, int]] = []
-        for seat in back:
-            assert resource is not None
-            shown = resource.holds(self._actors[seat.ident]) or BEGUN
+        for name, seat in back:
+            version = dict(changes).get(name, node.version(name))
+            shown = resources[name].holds(self._actors[seat.ident]) or BEGUN
             became.append((seat.context(name), names.back(seat.context(name), version, shown)))
         return tuple(sorted(became))
 
@@ -204,10 +207,10 @@ class Run:
             raise Over
         # What ends a transaction draws nothing: then it was those who waited for that.
         ends = log.pending.kind == "commit" or (moved.seen or ("",))[0] == "error"
-        self._note_serials(name, None if ends and self._play.returned else seat.ident)
+        self._note_serials(None if ends and self._play.returned else seat.ident)
         if seat.ident in self._drawn and self._has_stored(node, facts):
             self._stored.add(seat.ident)
-        back, committed, stored = self._come_back(node, name, facts)
+        back, committed, stored = self._come_back(node, facts)
         taint = log.taint | stored | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
         if moved.end in ("done", "failed"):
             self._rewind(seat.ident)
@@ -227,7 +230,7 @@ class Run:
         else:
             context = known.context
         stirred = resource is not None and resource.commits > commits
-        outcome = Outcome(number, context, changes, stirred, clock, moved.end, self._others(node, name, back, changes))
+        outcome = Outcome(number, context, changes, stirred, clock, moved.end, self._others(node, back, changes))
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
         self.node = search.rules.after(node, index, outcome)
@@ -328,19 +331,18 @@ class Run:
         names, found = self._search.names, self._search.workshop.world.found_facts
         return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
 
-    def _note_serials(self, name: str, mover: int | None) -> None:
+    def _note_serials(self, mover: int | None) -> None:
         """Who has drawn numbers by this move? Those whose statement has come back by it may have, too."""
         world = self._search.workshop.world
-        if name not in world.resources:
-            return
-        serials = world.resources[name].serials()
-        before = self._serials.setdefault(name, world.found_serials.get(name, serials))
-        self._floor.setdefault(name, before)
-        self._serials[name] = serials
-        if serials != before:
-            drawers = [ident for ident, actor in self._actors.items() if actor in self._play.returned]
-            for ident in drawers if mover is None else [*drawers, mover]:
-                self._drawn.setdefault(ident, {})[name] = serials
+        drawers = [ident for ident, actor in self._actors.items() if actor in self._play.returned]
+        for name, resource in world.resources.items():
+            serials = resource.serials()
+            before = self._serials.setdefault(name, world.found_serials.get(name, serials))
+            self._floor.setdefault(name, before)
+            self._serials[name] = serials
+            if serials != before:
+                for ident in drawers if mover is None else [*drawers, mover]:
+                    self._drawn.setdefault(ident, {})[name] = serials
 
     def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved, log: int) -> int:
         """What the delivery has open after its step, after which its log is `log`."""

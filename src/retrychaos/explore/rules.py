@@ -52,8 +52,7 @@ class Rules:
         seat = node.seats[index]
         log = self._names.logs[seat.log]
         if kind == "kill":
-            others = tuple(sorted(self._nameless(each) for at, each in enumerate(node.seats) if at != index))
-            return ("kill", self._nameless(seat), node.versions, node.time, others)
+            return ("kill", node.clock, *self._released(node, index))
         assert log.pending is not None
         resource = log.pending.resource
         ident = self._nameless(seat).ident
@@ -63,6 +62,22 @@ class Rules:
         how = kind == "fail"
         notes = serial.relation(node, index, resource) if self._names.serial else ()
         return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, notes, how)
+
+    def _released(self, node: Node, index: int) -> tuple[Hashable, ...]:
+        """All that it can depend on what becomes of those who wait when a delivery dies."""
+        dead, others = node.seats[index], [seat for at, seat in enumerate(node.seats) if at != index]
+        if self._names.logs[dead.log].serial:  # the numbers that it has drawn may be free again
+            return (self._nameless(dead), node.versions, tuple(sorted(map(self._nameless, others))))
+        places = {name for seat in node.seats for name, context in seat.open if self._names.waits(context)}
+        return tuple(
+            (
+                name,
+                node.version(name),
+                dead.context(name),
+                tuple(sorted((seat.log, seat.context(name)) for seat in others)),
+            )
+            for name in sorted(places)
+        )
 
     def _nameless(self, seat: Seat) -> Seat:
         """What one delivery does holds for others, as long as it has drawn nothing at random."""
@@ -92,12 +107,7 @@ class Rules:
             resource = log.pending.resource if log.pending else ""
             if outcome.others:
                 became = dict(outcome.others)
-                seats = [
-                    each.with_context(resource, became.get(each.context(resource), each.context(resource)))
-                    if at != index
-                    else each
-                    for at, each in enumerate(seats)
-                ]
+                seats = [_became(each, became) if at != index else each for at, each in enumerate(seats)]
             if outcome.stirred:
                 seats = [
                     each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
@@ -154,9 +164,13 @@ class Rules:
 
     def is_felt(self, node: Node, index: int) -> bool:
         """Others can notice the death of this delivery at once, so it is not enough to think of it."""
-        if self._names.logs[node.seats[index].log].serial or self.is_away(node.seats[index]):
+        dead = node.seats[index]
+        if self._names.logs[dead.log].serial:
             return True
-        return any(self.is_away(seat) for seat in node.seats)
+        if any(self.is_away(seat) for seat in node.seats if seat is not dead):
+            return True
+        # The statement that waits may have drawn a number already.
+        return any(self._names.has_changed(context, node.version(name)) for name, context in dead.open)
 
     def is_away(self, seat: Seat) -> bool:
         """Its statement waits in a server."""
@@ -174,3 +188,8 @@ def _changed(
     """The versions after some of them have changed."""
     after = {**dict(versions), **dict(changes)}
     return tuple(sorted((name, version) for name, version in after.items() if version))
+
+
+def _became(seat: Seat, became: dict[int, int]) -> Seat:
+    """Some of what it has open is something else now."""
+    return seat._replace(open=tuple([(name, became.get(context, context)) for name, context in seat.open]))

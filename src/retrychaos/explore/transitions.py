@@ -275,6 +275,11 @@ class Names:
         """Its statement waits in the server."""
         return self.contexts[context].shown.startswith(WAITS)
 
+    def has_changed(self, context: int, version: int) -> bool:
+        """A statement waits in the server, and the version is another one than when it was sent."""
+        entry = self.contexts[context].entries[1]
+        return self.waits(context) and not (isinstance(entry, Waits) and entry.version == version)
+
     def moved(self, context: int, version: int) -> int:
         """The same work open, after somebody else has committed that version."""
         return self._since(context, _Since(versions=frozenset({version})))
