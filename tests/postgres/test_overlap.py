@@ -158,3 +158,52 @@ def test_a_deadlock_reaches_the_job_and_its_retry_gets_past_it(twice: Chaos, db:
 
     report = twice(crashes=0).explore(share_then_write, db)
     assert report.verdict == "proven", full_text(report)
+
+
+def test_three_at_a_time(check: Chaos, db: Engine) -> None:
+    """Where two would wait for the same transaction, chance would decide who comes first, so one stands aside."""
+
+    def job(engine: Engine) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("INSERT INTO once VALUES ('k', 1) ON CONFLICT DO NOTHING"))
+            connection.execute(text("INSERT INTO once VALUES ('l', 1) ON CONFLICT DO NOTHING"))
+
+    def careless(engine: Engine) -> None:
+        with engine.begin() as connection:
+            count = connection.execute(text("SELECT n FROM orders WHERE id = 1")).scalar_one()
+            connection.execute(text("UPDATE orders SET n = :n WHERE id = 1"), {"n": 1 if count == 2 else count + 1})
+
+    three = check(duplicates=3, budget=300)
+    report = three.explore(job, db)
+    assert report.verdict == "proven"
+    assert "of which one at a time waits for the end of a transaction" in report.guarantee
+    assert three.explore(careless, db).verdict == "failed"
+
+
+def test_a_lock_is_held_while_something_else_is_done(twice: Chaos, db: Engine) -> None:
+    """The one who dies has a lock here, and is about to do something elsewhere."""
+    store = twice.redis
+
+    def renew() -> None:
+        with db.begin() as connection:
+            connection.execute(text("UPDATE orders SET status = 'new'"))
+
+    def job(engine: Engine) -> None:
+        with engine.begin() as connection:
+            if connection.execute(text("SELECT status FROM orders WHERE id = 1 FOR UPDATE")).scalar() == "new":
+                store.set("paid", "1")
+                connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+                store.set("told", "1")
+
+    def counting(engine: Engine) -> None:
+        with engine.begin() as connection:
+            if connection.execute(text("SELECT status FROM orders WHERE id = 1 FOR UPDATE")).scalar() == "new":
+                store.incr("paid")
+                connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+
+    assert twice.explore(job, db).verdict == "proven"
+    renew()
+    (finding,) = twice.explore(counting, db).findings
+    assert (finding.plan.crashes, finding.plan.switches) == (1, 0)
+    renew()
+    assert twice(crashes=0).explore(counting, db).verdict == "proven"

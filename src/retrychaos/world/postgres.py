@@ -368,7 +368,7 @@ class PostgresDatabase:
         pids = ", ".join(map(str, self._pids(owner)))
         return bool(
             self._ask(
-                f"SELECT FROM pg_locks mine WHERE NOT granted AND pid IN ({pids}) AND (locktype = 'tuple' OR EXISTS ("
+                f"SELECT 1 FROM pg_locks mine WHERE NOT granted AND pid IN ({pids}) AND (locktype = 'tuple' OR EXISTS ("
                 "SELECT FROM pg_locks other WHERE NOT granted AND other.transactionid = mine.transactionid "
                 f"AND other.pid NOT IN ({pids})))"
             )
