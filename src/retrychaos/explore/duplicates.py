@@ -60,6 +60,8 @@ class Overlapped:
     switches: int = 0
     """All orders with less switches were tried, without a crash."""
     bounded: bool = False
+    wasted: bool = False
+    """Not all orders were tried in which numbers of a sequence are lost."""
     jammed: bool = False
     """No two were let wait in a server for the same transaction."""
     notes: tuple[str, ...] = ()
@@ -134,6 +136,7 @@ def _explore(
         reason=reason,
         spent=spent,
         bounded=search.bounded,
+        wasted=search.wasted,
         jammed=search.jammed,
         notes=tuple(search.notes),
         switches=search.switches,

@@ -37,6 +37,9 @@ MAX_DELIVERIES = 25
 """Deliveries of one message in one plan."""
 MOST_STEPS = 2_000
 """Steps on the way to a state; more is an endless loop."""
+MOST_LOST = 2
+"""Deliveries that die in a row after they have drawn from a sequence, while another one has, too. What comes after more
+of them differs by larger numbers only, and there is no end of those."""
 _NEAR = 6
 """Steps that cost about as much as a new run: so far away, something unknown is worth going on for."""
 
@@ -66,6 +69,8 @@ class _Reached:
     steps: int
     deliveries: int
     clock: int
+    lost: int = 0
+    """Deliveries that have died with numbers drawn from a sequence, since nobody had any."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class Interleaving:
         self.runs = 0
         self.moves = 0
         self.bounded = False
+        self.wasted = False
+        """Not all orders were tried in which numbers of a sequence are lost; see MOST_LOST."""
         self.jammed = False
         """A delivery had to stand aside where it would have waited in a server for the same as another one."""
         self.doubts: list[str] = []
@@ -202,7 +209,9 @@ class Interleaving:
         for seat in node.seats:
             if seat.log == UNSTARTED or hopeless:
                 continue
-            if self._scope.crashes is None or reached.crashes < self._scope.crashes:
+            if self.rules.loses_numbers(node, seat) and reached.lost >= MOST_LOST:
+                self.wasted = True
+            elif self._scope.crashes is None or reached.crashes < self._scope.crashes:
                 self._later.append((node, move_of("kill", seat.ident)))
         if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
             for seat in node.seats:  # nobody can go on: the step of any one fails
@@ -287,8 +296,14 @@ class Interleaving:
             was.steps + 1,
             was.deliveries + (move.kind == "begin"),
             was.clock + self._takes(before, move),
+            self._lost(before, was.lost, move),
         )
         self._enqueue(node)
+
+    def _lost(self, node: Node, lost: int, move: Move) -> int:
+        if move.kind == "kill":
+            return lost + self.rules.loses_numbers(node, node.seats[index_of(node, move.ident)])
+        return lost if any(self.rules.has_drawn(node, seat) for seat in node.seats) else 0
 
     def _enqueue(self, node: Node) -> None:
         reached = self.reached[node]

@@ -165,12 +165,17 @@ class Rules:
     def is_felt(self, node: Node, index: int) -> bool:
         """Others can notice the death of this delivery at once, so it is not enough to think of it."""
         dead = node.seats[index]
-        if self._names.logs[dead.log].serial:
-            return True
-        if any(self.is_away(seat) for seat in node.seats if seat is not dead):
-            return True
-        # The statement that waits may have drawn a number already.
-        return any(self._names.has_changed(context, node.version(name)) for name, context in dead.open)
+        return self.has_drawn(node, dead) or any(self.is_away(seat) for seat in node.seats if seat is not dead)
+
+    def has_drawn(self, node: Node, seat: Seat) -> bool:
+        """It has numbers of a sequence; or may have, by a statement that waits."""
+        return self._names.logs[seat.log].serial or any(
+            self._names.has_changed(context, node.version(name)) for name, context in seat.open
+        )
+
+    def loses_numbers(self, node: Node, dead: Seat) -> bool:
+        """If it dies, its numbers cannot be given again, since another one has drawn some, too."""
+        return self.has_drawn(node, dead) and any(self.has_drawn(node, seat) for seat in node.seats if seat is not dead)
 
     def is_away(self, seat: Seat) -> bool:
         """Its statement waits in a server."""
