@@ -146,7 +146,7 @@ def serializable(engine: Engine) -> None:
 
 
 def test_serializable_transactions_with_retry_are_proven(twice: Chaos, db: Engine) -> None:
-    report = twice.explore(serializable, db)
+    report = twice(crashes=0).explore(serializable, db)
     assert report.verdict == "proven", full_text(report)
 
 
@@ -207,3 +207,58 @@ def test_a_lock_is_held_while_something_else_is_done(twice: Chaos, db: Engine) -
     assert (finding.plan.crashes, finding.plan.switches) == (1, 0)
     renew()
     assert twice(crashes=0).explore(counting, db).verdict == "proven"
+
+
+def test_a_commit_waits_for_a_deferred_constraint(twice: Chaos, db: Engine) -> None:
+    with db.begin() as connection:
+        connection.execute(text("CREATE TABLE applied (msg text, UNIQUE (msg) DEFERRABLE INITIALLY DEFERRED)"))
+
+    def job(engine: Engine) -> None:
+        with engine.begin() as connection:
+            if not connection.execute(text("SELECT count(*) FROM applied")).scalar():
+                connection.execute(text("INSERT INTO applied VALUES ('m1')"))
+
+    def ignores_refusals(engine: Engine) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE orders SET n = 1 WHERE id = 1"))
+        try:
+            job(engine)
+        except IntegrityError:
+            pass  # right: the other one has committed, else the COMMIT would have waited on
+
+    assert twice.explore(job, db).verdict == "proven"
+    with db.begin() as connection:
+        connection.execute(text("DELETE FROM applied"))
+    assert twice.explore(ignores_refusals, db).verdict == "proven"
+
+
+def test_a_statement_that_is_refused_is_shown_so(twice: Chaos, db: Engine) -> None:
+    def swallows_the_deadlock(engine: Engine) -> None:
+        try:
+            with engine.begin() as connection:
+                connection.execute(text("SELECT n FROM orders WHERE id = 1 FOR SHARE"))
+                connection.execute(text("UPDATE orders SET n = 1 WHERE id = 1"))
+        except DBAPIError:
+            pass
+
+    (finding,) = twice.explore(swallows_the_deadlock, db).findings
+    assert (finding.kind, finding.plan.crashes) == ("lost", 1)
+    assert "! refused: Deadlock" in full_text(twice.explore(swallows_the_deadlock, db))
+
+
+def test_a_lock_that_the_session_keeps_is_doubted(check: Chaos, db: Engine) -> None:
+    """In another worker the pool would live on, and the lock with it."""
+
+    def keeps(engine: Engine, unlock: bool) -> None:
+        with engine.connect() as connection:
+            connection.execute(text("SELECT pg_advisory_lock(7)"))
+            connection.execute(text("UPDATE orders SET n = 1 WHERE id = 1"))
+            connection.commit()
+            if unlock:
+                connection.execute(text("SELECT pg_advisory_unlock(7)"))
+
+    report = check.explore(keeps, db, False)
+    assert report.verdict == "inconclusive" and "still holds an advisory lock" in report.stop_reason
+    with db.begin() as connection:
+        connection.execute(text("UPDATE orders SET n = 0"))
+    assert check.explore(keeps, db, True).verdict == "proven"

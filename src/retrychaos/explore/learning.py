@@ -21,7 +21,7 @@ from retrychaos.explore.transitions import (
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.turns import Actor, Hung, Moved, Play
-from retrychaos.world.resource import BEGUN, SERIAL, SERIAL_WRITES, Resource
+from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, Resource
 
 if TYPE_CHECKING:
     from retrychaos.explore.interleaving import Interleaving
@@ -357,10 +357,13 @@ class Run:
         version = node.version(resource.name)
         if shown not in (SERIAL, SERIAL_WRITES):
             before = names.as_if_at_once(before, version)
+        others = [each.context(resource.name) for each in node.seats if each is not seat]
         entry: Hashable = (log, version)
+        if shown == MORE:
+            # What it holds after the same answer may depend on what others had written (a deferred constraint).
+            entry = (entry, tuple(sorted(names.shown(each) for each in others if names.level(each) == MORE)))
         if moved.end == "blocked":
-            place = sum(names.waits(each.context(resource.name)) for each in node.seats if each is not seat)
-            entry = Waits(seat.log, version, place)
+            entry = Waits(seat.log, version, sum(map(names.waits, others)))
         return names.context(before, entry, shown)
 
     def _compare(self, log: Log, moved: Moved, actor: Actor) -> None:

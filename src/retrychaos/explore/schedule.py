@@ -177,6 +177,8 @@ class _Stage:
         if moved.did is not None:
             self._steps[number].append(moved.did)
             self.moments.append(Moment(number, moved.did))
+            if moved.seen is not None and moved.seen[:1] == ("error",):
+                self.moments.append(Moment(number, event="refused", detail=moved.seen[1]))
         if moved.end == "failed":
             self.error = moved.error
             self._close(number, "failed", "raises", moved.error)

@@ -32,8 +32,8 @@ class Delivery:
 class Moment:
     """One moment in a run of deliveries that overlap: `delivery` did a step, or something happened to it.
 
-    event: ``begins``, ``waits``, ``dies``, ``acknowledged``, ``raises``, ``later`` (the clock goes on), ``rival``
-    (other code runs, or this is a step of it).
+    event: ``begins``, ``waits``, ``refused`` (its step has raised an error), ``dies``, ``acknowledged``, ``raises``,
+    ``later`` (the clock goes on), ``rival`` (other code runs, or this is a step of it).
     """
 
     delivery: int

@@ -171,6 +171,7 @@ def _in_column(column: int, width: int, text: str) -> str:
 
 _EVENTS = {
     "waits": "⧗ waits for the other: ",
+    "refused": "! refused: ",
     "dies": "✗ dies here (SIGKILL)",
     "acknowledged": "✓ returns: acknowledged",
     "raises": "! raises, to be retried: ",

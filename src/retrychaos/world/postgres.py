@@ -297,6 +297,7 @@ class PostgresDatabase:
                 )
 
     def end_delivery(self) -> Sequence[str]:
+        self._look_for_kept_locks()
         lost = False
         for handle in self.handles.values():
             lost = lost or handle.lost
@@ -308,6 +309,23 @@ class PostgresDatabase:
             f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
             "before returning",
         )
+
+    def _look_for_kept_locks(self) -> None:
+        """The job has returned. In a worker that lives on, its pool keeps the connections, and what they hold."""
+        pids = [
+            str(each.pid)
+            for each in self.handles.values()
+            if each.record is not None and each.pid is not None and standing(each.raw) == IDLE
+        ]
+        held = f"SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND pid IN ({', '.join(pids)}) LIMIT 1"
+        with contextlib.suppress(LineError):
+            if pids and not self._line.silent and self._line.ask(held):
+                self.stage.doubt(
+                    f"the job returned and still holds an advisory lock of its session on {self.label}: a worker that "
+                    "lives on keeps it in its pool, and whoever wants it next waits for ever. Here each delivery is a "
+                    "process of its own, so that is not tried. Unlock it in a finally (pg_advisory_unlock), or use "
+                    "pg_advisory_xact_lock, which ends with the transaction."
+                )
 
     # -- deliveries that overlap --------------------------------------------------------------------------------------
 
@@ -355,11 +373,15 @@ class PostgresDatabase:
         return ""
 
     def came_back(self, owner: object) -> bool:
-        over = [each for each in self.handles.values() if each.owner is owner and each.cursor is not None]
-        over = [each for each in over if standing(each.raw) == IDLE]
+        mine = [each for each in self.handles.values() if each.owner is owner and standing(each.raw) == IDLE]
+        over = [each for each in mine if each.commits or each.cursor is not None]
         for handle in over:
-            self.executed(handle, tags(handle.cursor), was_idle=True)
-            handle.cursor = None
+            if handle.commits:
+                self._stirred = True
+                self.ended(handle)
+            else:
+                self.executed(handle, tags(handle.cursor), was_idle=True)
+                handle.cursor = None
         return bool(over)
 
     def races(self, owner: object) -> bool:

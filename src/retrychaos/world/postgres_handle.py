@@ -42,6 +42,8 @@ class Handle:
     """The delivery that it belongs to, where several run."""
     tells: bool = False
     """It says when the server has looked whether deliveries wait for each other."""
+    commits: bool = False
+    """Its driver has sent a COMMIT."""
     cursor: Any = None
     """What runs a statement, until it is known what that has done."""
     altered: bool = False

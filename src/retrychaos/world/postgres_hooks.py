@@ -378,12 +378,19 @@ class PostgresSource:
         database, handle = found
         self._stage.step("commit", database, "COMMIT", "COMMIT")
         database.committing(handle)
+        handle.commits = True
+        self._stage.enter(handle.tells)
         try:
-            yield
+            yield  # it waits where a constraint is checked only now
         except Exception as error:
+            self._stage.arrive()
             self._observe_error(error)
             raise
-        self._stage.observed("committed")
+        else:
+            self._stage.arrive()
+            self._stage.observed("committed")
+        finally:
+            handle.commits = False
 
     def _observe_error(self, error: Exception) -> None:
         self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
