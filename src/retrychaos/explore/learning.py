@@ -357,13 +357,13 @@ class Run:
         version = node.version(resource.name)
         if shown not in (SERIAL, SERIAL_WRITES):
             before = names.as_if_at_once(before, version)
-        others = [each.context(resource.name) for each in node.seats if each is not seat]
+        others = [(each.log, each.context(resource.name)) for each in node.seats if each is not seat]
         entry: Hashable = (log, version)
         if shown == MORE:
             # What it holds after the same answer may depend on what others had written (a deferred constraint).
-            entry = (entry, tuple(sorted(names.shown(each) for each in others if names.level(each) == MORE)))
+            entry = (entry, tuple(sorted(other for other, context in others if names.level(context) == MORE)))
         if moved.end == "blocked":
-            entry = Waits(seat.log, version, sum(map(names.waits, others)))
+            entry = Waits(seat.log, version, sum(names.waits(context) for _, context in others))
         return names.context(before, entry, shown)
 
     def _compare(self, log: Log, moved: Moved, actor: Actor) -> None:
