@@ -453,3 +453,35 @@ def test_no_thread_is_left(twice: Chaos, db: Engine) -> None:
     before = set(threading.enumerate())
     twice.explore(look_then_set, db)
     assert set(threading.enumerate()) == before
+
+
+def lease_then_pay(engine: Engine, nap: float = 0) -> None:
+    """A lease in a row, taken by a token, for a minute from the time at which the delivery began."""
+    me, now = uuid.uuid4().hex, time.time()
+    with engine.begin() as db:
+        claim = "UPDATE lease SET owner = :me, until = :until WHERE owner IS NULL OR until < :now"
+        if not db.execute(text(claim), {"me": me, "until": now + 60, "now": now}).rowcount:
+            raise RuntimeError("somebody is at it")
+    with engine.begin() as db:
+        points, done = db.execute(text("SELECT points, done FROM accounts")).one()
+    if nap:
+        time.sleep(nap)
+    if not done:
+        with engine.begin() as db:
+            db.execute(text("UPDATE accounts SET points = :points, done = done + 1"), {"points": points + 10})
+    with engine.begin() as db:
+        db.execute(text("UPDATE lease SET owner = NULL, until = 0 WHERE owner = :me"), {"me": me})
+
+
+@pytest.mark.parametrize(("nap", "verdict"), [(0, "proven"), (100, "failed")])
+def test_a_delivery_that_has_waited_knows_when_it_began(chaos: Chaos, tmp_path: Path, nap: float, verdict: str) -> None:
+    """It has read the clock before its first statement, and that has waited for a lock while the clock went on."""
+    engine = create_engine(f"sqlite:///{tmp_path / 'leases.db'}")
+    with engine.begin() as db:
+        db.execute(text("CREATE TABLE lease (owner TEXT, until REAL)"))
+        db.execute(text("CREATE TABLE accounts (points INTEGER, done INTEGER)"))
+        db.execute(text("INSERT INTO lease VALUES (NULL, 0)"))
+        db.execute(text("INSERT INTO accounts VALUES (0, 0)"))
+    report = chaos(duplicates=2, crashes=1, budget=100, volatile=["lease"]).explore(lease_then_pay, engine, nap)
+    engine.dispose()
+    assert report.verdict == verdict, full_text(report)

@@ -207,7 +207,7 @@ class Interleaving:
             self._try(node, move_of("rival", number))
         hopeless = self._beyond_repair(node)
         for seat in node.seats:
-            if seat.log == UNSTARTED or hopeless:
+            if self.names.is_unstarted(seat.log) or hopeless:
                 continue
             if self.rules.loses_numbers(node, seat) and reached.lost >= MOST_LOST:
                 self.wasted = True

@@ -69,7 +69,7 @@ class Run:
             self._jump(node)
             return
         if move.kind == "begin":
-            self._begin(move.ident)
+            self._begin(move.ident, search.names.logs[node.seats[index].log])
         seat = node.seats[index]
         log = search.names.logs[seat.log]
         if log.end == "done":
@@ -170,7 +170,7 @@ class Run:
             became.append((seat.context(name), names.back(seat.context(name), version, shown)))
         return tuple(sorted(became))
 
-    def _begin(self, ident: int) -> None:
+    def _begin(self, ident: int, log: Log) -> None:
         search = self._search
         self._stored.discard(ident)
         actor = self._actors[ident] = self._play.begin(ident)
@@ -179,7 +179,8 @@ class Run:
                 "where deliveries overlap, each in a thread of its own, the job fails before its first step, and in "
                 f"the clean run it does not: {actor.error}. Look for what belongs to one thread, or use duplicates=1."
             )
-        self._compare(search.names.logs[UNSTARTED], actor.moved(), actor)
+        for each in (search.names.logs[UNSTARTED], log):
+            self._compare(each, actor.moved(), actor)
         search.begun()
 
     def _step(self, node: Node, index: int, seat: Seat, log: Log, fail: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from retrychaos.explore import serial
 from retrychaos.explore.transitions import (
     CLOCK,
-    UNSTARTED,
     Move,
     Names,
     Node,
@@ -42,7 +41,7 @@ class Rules:
         """The state in which the delivery that moves is there."""
         if move.kind != "begin":
             return node
-        seats = tuple(sorted((*node.seats, Seat(move.ident, UNSTARTED))))
+        seats = tuple(sorted((*node.seats, Seat(move.ident, self._names.begun(node.clock)))))
         return node._replace(seats=seats, idle=node.idle - 1)
 
     def key(self, node: Node, index: int, kind: str = "run") -> Hashable:

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from retrychaos.explore.volatile import moment
@@ -194,6 +194,7 @@ class Names:
     _by_object: dict[tuple[int, Hashable], tuple[Version, int]] = field(default_factory=dict)
     _hashes: dict[int, tuple[Relation, bytes]] = field(default_factory=dict)
     _logs: dict[Hashable, int] = field(default_factory=dict)
+    _begun: dict[int, int] = field(default_factory=dict)
     _contexts: dict[Hashable, int] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
 
@@ -249,6 +250,19 @@ class Names:
             number = self._logs[key] = len(self.logs)
             self.logs.append(Log(before, resource, signature, seen))
         return number
+
+    def begun(self, clock: int) -> int:
+        """The log of a delivery that stands before its first step, and has begun then: it may have read the clock."""
+        if not self.timed:
+            return UNSTARTED
+        number = self._begun.get(clock)
+        if number is None:
+            number = self._begun[clock] = len(self.logs)
+            self.logs.append(replace(self.logs[UNSTARTED], signature=("begun", clock)))
+        return number
+
+    def is_unstarted(self, log: int) -> bool:
+        return self.logs[log].before == UNSTARTED and not self.logs[log].resource
 
     def context(self, before: int, entry: Hashable, shown: str) -> int:
         """What a delivery has open after one more operation, of which others see `shown`."""
