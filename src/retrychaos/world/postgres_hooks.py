@@ -264,9 +264,9 @@ class PostgresSource:
         """Let the server look early for deliveries that wait for each other. True if it says when it has looked."""
         tells = hasattr(raw, "add_notice_handler")
         with contextlib.suppress(LineError):
-            run(raw, "SET deadlock_timeout = '1ms'")
+            more = "; SET log_lock_waits = on; SET client_min_messages = log" if tells else ""
+            run(raw, f"SET deadlock_timeout = '1ms'{more}")
             if tells:
-                run(raw, "SET log_lock_waits = on; SET client_min_messages = log")
                 if raw not in self._noticing:
                     self._noticing.add(raw)
                     raw.add_notice_handler(self._noticed)
