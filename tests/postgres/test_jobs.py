@@ -223,13 +223,15 @@ def truncating_late(engine: Engine) -> None:
 
 
 def locking(engine: Engine) -> None:
-    with engine.begin() as connection:
+    """A process that dies does not hold the lock of its session any more."""
+    with engine.connect() as connection:
         if connection.scalar(text("SELECT pg_try_advisory_lock(7)")) is not True:
             raise RuntimeError("somebody else is at work")
         if connection.scalar(select(Order.status).where(Order.id == 1).with_for_update()) == "new":
             connection.execute(text("INSERT INTO invoices (order_id) VALUES (1)"))
             connection.execute(update(Order).where(Order.id == 1).values(status="done"))
-    # The lock of the session is not given back: the process ends.
+        connection.commit()
+        connection.execute(text("SELECT pg_advisory_unlock(7)"))
 
 
 def locking_by_row(engine: Engine) -> None:

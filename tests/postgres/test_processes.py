@@ -124,7 +124,8 @@ def test_nothing_of_a_session_survives_a_delivery(check: Chaos, shop: Engine, ki
         with shop.begin() as connection:
             connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
 
-    assert check.check(job).verdict == "proven"
+    # A lock that is kept is gone with the process, but would not be in a worker that lives on.
+    assert check.explore(job).verdict == ("inconclusive" if kind == "lock" else "proven")
     assert len(found) >= 3 and not any(found)
 
 
