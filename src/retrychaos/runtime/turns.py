@@ -510,8 +510,10 @@ class Play:
         for actor in self.actors:
             if not actor.away or actor.dead or actor.settled:
                 continue
+            end = _monotonic() + self._limit
             while not self._waits(actor) and not actor.arrived.wait(0.002):
-                pass
+                if _monotonic() > end:
+                    self._hang(actor)
             if actor.arrived.is_set():
                 actor.settled = True
                 resource = self._world.resources.get(actor.pending.resource) if actor.pending else None

@@ -262,15 +262,14 @@ class PostgresSource:
 
     def _hurry(self, raw: Any) -> bool:
         """Let the server look early for deliveries that wait for each other. True if it says when it has looked."""
-        tells = hasattr(raw, "add_notice_handler")
-        with contextlib.suppress(LineError):
-            more = "; SET log_lock_waits = on; SET client_min_messages = log" if tells else ""
-            run(raw, f"SET deadlock_timeout = '1ms'{more}")
-            if tells:
-                if raw not in self._noticing:
+        telling = "; SET log_lock_waits = on; SET client_min_messages = log"
+        for more in (telling, "") if hasattr(raw, "add_notice_handler") else ("",):
+            with contextlib.suppress(LineError):  # each is for roles that may
+                run(raw, f"SET deadlock_timeout = '1ms'{more}")
+                if more and raw not in self._noticing:
                     self._noticing.add(raw)
                     raw.add_notice_handler(self._noticed)
-                return True
+                return bool(more)
         return False
 
     def _noticed(self, notice: Any) -> None:
@@ -341,7 +340,7 @@ class PostgresSource:
 
     def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
         """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
-        if driver_of(handle.raw) != "psycopg2" or self._stage.concurrent:
+        if not handle.unhooked or self._stage.concurrent:
             return contextlib.nullcontext()
         if self._guard is None:
             self._guard = Guard(self._stage.options("budget") or DEFAULT_BUDGET)
