@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -33,16 +34,18 @@ def twice(check: Chaos) -> Chaos:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    before = set(threading.enumerate())
+    gc.collect()  # what tests before this one have dropped
+    threads, sockets = set(threading.enumerate()), set(_sockets())
     yield
-    assert set(threading.enumerate()) == before
-    assert not [each for each in _open_files() if "socket" in each]
+    assert set(threading.enumerate()) == threads
+    assert not set(_sockets()) - sockets
 
 
-def _open_files() -> Iterator[str]:
+def _sockets() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            yield os.readlink(f"/proc/self/fd/{number}")
+            if "socket" in (target := os.readlink(f"/proc/self/fd/{number}")):
+                yield target
 
 
 def mark(engine: Engine, key: str = "7") -> int:
