@@ -112,7 +112,7 @@ class Run:
             return
         key = search.rules.key(node, index, "kill")
         facts = self._play.facts()
-        self._note_serials(None)
+        self._note_serials(None, "")
         back, stirred, taint = self._come_back(node, facts)
         self._rewind(ident)
         changes, _ = self._changes(node, facts, "", taint)
@@ -208,7 +208,7 @@ class Run:
             raise Over
         # What ends a transaction draws nothing: then it was those who waited for that.
         ends = log.pending.kind == "commit" or (moved.seen or ("",))[0] == "error"
-        self._note_serials(None if ends and self._play.returned else seat.ident)
+        self._note_serials(None if ends and self._play.returned else seat.ident, name)
         if seat.ident in self._drawn and self._has_stored(node, facts):
             self._stored.add(seat.ident)
         back, committed, stored = self._come_back(node, facts)
@@ -332,11 +332,14 @@ class Run:
         names, found = self._search.names, self._search.workshop.world.found_facts
         return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
 
-    def _note_serials(self, mover: int | None) -> None:
-        """Who has drawn numbers by this move? Those whose statement has come back by it may have, too."""
+    def _note_serials(self, mover: int | None, touched: str) -> None:
+        """Who has drawn numbers by this move? Those whose statement has come back by it may have, too, elsewhere than
+        on the resource that was `touched`."""
         world = self._search.workshop.world
         drawers = [ident for ident, actor in self._actors.items() if actor in self._play.returned]
         for name, resource in world.resources.items():
+            if name != touched and not drawers:
+                continue
             serials = resource.serials()
             before = self._serials.setdefault(name, world.found_serials.get(name, serials))
             self._floor.setdefault(name, before)

@@ -277,10 +277,6 @@ class Names:
             self.contexts.append(_Context((before, entry), full))
         return number
 
-    def felt(self, context: int) -> bool:
-        """Others can notice it."""
-        return self.contexts[context].shown not in ("", BEGUN)
-
     def level(self, context: int) -> str:
         """What holds() said of it."""
         return self.contexts[context].shown.partition("#")[0]
