@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 _MISSING: Any = object()
 Replacement: TypeAlias = tuple[Any, str, Any]
 """Owner, name of the attribute, new value."""
+_Newest: TypeAlias = tuple[int, Any]
 
 
 class Patches:
@@ -17,7 +19,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
         self._everywhere: dict[str, tuple[Any, Any]] = {}
-        self._modules: tuple[int, Any] = (0, None)
+        self._modules: _Newest = (0, None)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
@@ -51,17 +53,24 @@ class Patches:
 
     def _holding(self, which: int) -> Iterator[tuple[Any, str]]:
         """Modules that have an original (0) or a replacement (1) under its name."""
-        names = self._everywhere.keys()
-        for module in list(sys.modules.values()):
-            namespace = getattr(module, "__dict__", None)
-            if namespace is None or names.isdisjoint(namespace.keys()) or _ours(namespace):
-                continue
+        for module in _modules_with(frozenset(self._everywhere), _newest()):
+            namespace = vars(module)
             for name, pair in self._everywhere.items():
                 if namespace.get(name) is pair[which]:
                     yield module, name
 
 
-def _newest() -> tuple[int, Any]:
+@functools.lru_cache(maxsize=1)  # most checks of a test suite import nothing, and see the comment in undo()
+def _modules_with(names: frozenset[str], _: _Newest) -> list[Any]:
+    """Modules that have something under one of the names."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if not names.isdisjoint(getattr(module, "__dict__", ())) and not _ours(vars(module))
+    ]
+
+
+def _newest() -> _Newest:
     """Changes when a module is imported."""
     return len(sys.modules), next(reversed(sys.modules.values()))
 

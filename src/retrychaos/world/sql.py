@@ -12,6 +12,7 @@ import os
 import sqlite3
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from sqlalchemy import event
@@ -508,14 +509,12 @@ def _refuse_shared(raw: sqlite3.Connection, pool: Pool) -> None:
     tables = "SELECT count(*) FROM sqlite_master"
     if not raw.execute(tables).fetchone()[0]:
         return
-    second = pool.recreate()
-    fairy = second.connect()
-    try:
-        connection: Any = fairy.dbapi_connection
-        shared = connection is not raw and connection.execute(tables).fetchone()[0]
-    finally:
-        fairy.close()
-        second.dispose()
+    # A connection like the job's own, but not from its pool. Only its tables are of interest, not its settings.
+    second: Any = pool._invoke_creator(None)  # type: ignore[arg-type]  # there is no record of it
+    if second is raw:
+        return
+    with closing(second):
+        shared = second.execute(tables).fetchone()[0]
     if shared:
         raise WorldError(
             "the job's database is a shared-cache database in memory (cache=shared). It shows uncommitted rows of one "

@@ -6,6 +6,7 @@ schema; it lasts until the database is restored, which is before the next delive
 
 from __future__ import annotations
 
+import functools
 import re
 import sqlite3
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def _give_counters(connection: sqlite3.Connection, tables: Sequence[str]) -> Non
         connection.execute("PRAGMA writable_schema = OFF")
 
 
+@functools.lru_cache(maxsize=256)  # the tables of a test suite, over and over
 def _is_valid(sql: str) -> bool:
     """SQLite takes the text. A schema that it does not take would make the database unreadable."""
     scratch = sqlite3.connect(":memory:")
