@@ -99,6 +99,7 @@ def _serve_all(requests: int, replies: int, serve: Callable[[Any], Any]) -> None
     Most checks ask once. Then this process has ended before the check does, and nobody waits for that (it takes long);
     nor for the successor, which is no child of the one that asks.
     """
+    select.select([requests], [], [])
     news, tell = os.pipe()
     if _fork():
         os.write(tell, _SERVED if _serve_one(requests, replies, serve) else _NOTHING_MORE)
