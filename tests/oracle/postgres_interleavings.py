@@ -1,7 +1,7 @@
 """What programs run on under the tool where deliveries overlap on PostgreSQL: a database, isolation levels, a receiver.
 
-Numbers that a sequence has drawn are compared by their order only: which ones are free again after a crash is something
-that the tool decides in its own way, since nobody can know them.
+Numbers that a sequence has drawn are compared by their order only: the tool takes states for one that differ in nothing
+else.
 """
 
 from __future__ import annotations

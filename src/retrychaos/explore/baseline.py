@@ -29,6 +29,8 @@ class Baseline:
     second: Outcome
     judge: Judge
     unstable: str = ""
+    knows_ids: bool = False
+    """The job does something else if its rows get other ids than usual."""
 
 
 def first_run(runner: Runner, at: float, limit: float, alone: bool = True) -> Outcome:
@@ -101,7 +103,7 @@ def establish(
             unstable += f" If a value is random or comes from outside, declare it: volatile=[{cells}]."
             lines = "; ".join(f"{line.effect}: {line.row}" for line in deviation.differences[:3])
             unstable += f" First difference: {lines}."
-    return Baseline(first, whole, second, judge, unstable)
+    return Baseline(first, whole, second, judge, unstable, knows_ids=not shifted)
 
 
 def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> Judge:

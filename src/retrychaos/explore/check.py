@@ -20,7 +20,7 @@ from retrychaos.explore.closure import (
 )
 from retrychaos.explore.company import Around, Cast, Company, Orders, whole_run
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
-from retrychaos.explore.interleaving import MOST_LOST, OutOfTime
+from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
 from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
@@ -202,7 +202,8 @@ class Check:
         scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
         steps, limit = len(baseline.run.steps), self._overlap_limit()
         company.around.limit, company.around.spent = limit, OutOfTime
-        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit)
+        spaces = not baseline.knows_ids
+        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit, spaces)
         report = replace(
             report,
             states=report.states + done.states,
@@ -227,7 +228,6 @@ class Check:
         crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
         tail = self._tail(baseline.judge)
         bound = f", at most {MAX_DELIVERIES} deliveries" if bounded or done.bounded else ""
-        bound += f", of which {MOST_LOST} in a row lose numbers of a sequence," if done.wasted else ""
         late = "at once and after each expiry of a key in Redis" if self._options.late else "at once"
         how = f"one delivery at a time, redelivered {late}"
         if self._options.duplicates > 1:

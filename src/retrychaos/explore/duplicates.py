@@ -60,8 +60,6 @@ class Overlapped:
     switches: int = 0
     """All orders with less switches were tried, without a crash."""
     bounded: bool = False
-    wasted: bool = False
-    """Not all orders were tried in which numbers of a sequence are lost."""
     jammed: bool = False
     """No two were let wait in a server for the same transaction."""
     notes: tuple[str, ...] = ()
@@ -76,15 +74,16 @@ def overlap(
     scope: Scope,
     steps: int,
     limit: Limit,
+    spaces: bool = True,
 ) -> Overlapped:
-    """Explore deliveries of one message that overlap. steps: of a clean run."""
+    """Explore deliveries of one message that overlap. steps: of a clean run. spaces: see Interleaving."""
     alone = next(filter(None, (resource.alone for resource in workshop.world.resources.values())), "")
     if alone:
         return Overlapped(reason=alone)
-    done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), careful=False)
+    done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), spaces, careful=False)
     if done is None:
         # What was learned from one delivery did not hold for another, or at another time: tell these apart.
-        done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), careful=True)
+        done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), spaces, careful=True)
     assert done is not None
     if not done.spent:
         return done
@@ -110,9 +109,10 @@ def _explore(
     start: float,
     scope: Scope,
     limit: Callable[[], float],
+    spaces: bool,
     careful: bool,
 ) -> Overlapped | None:
-    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=careful)
+    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=careful, spaces=spaces)
     reason, spent = "", False
     try:
         search.explore()
@@ -136,7 +136,6 @@ def _explore(
         reason=reason,
         spent=spent,
         bounded=search.bounded,
-        wasted=search.wasted,
         jammed=search.jammed,
         notes=tuple(search.notes),
         switches=search.switches,

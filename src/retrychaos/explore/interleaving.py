@@ -14,12 +14,14 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from retrychaos.explore.company import Company
+from retrychaos.explore.draws import Draws, Renaming
 from retrychaos.explore.learning import Over, Run
 from retrychaos.explore.rules import Rules
 from retrychaos.explore.transitions import (
     CLOCK,
     JAMMED,
     UNSTARTED,
+    Draw,
     Move,
     Names,
     Node,
@@ -31,15 +33,13 @@ from retrychaos.explore.transitions import (
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.delivery import LADDER, Job, Workshop
 from retrychaos.runtime.turns import Play
+from retrychaos.world.resource import SerialCounter
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
 """Deliveries of one message in one plan."""
 MOST_STEPS = 2_000
 """Steps on the way to a state; more is an endless loop."""
-MOST_LOST = 2
-"""Deliveries that die in a row after they have drawn from a sequence, while another one has, too. What comes after more
-of them differs by larger numbers only, and there is no end of those."""
 _NEAR = 6
 """Steps that cost about as much as a new run: so far away, something unknown is worth going on for."""
 
@@ -69,8 +69,6 @@ class _Reached:
     steps: int
     deliveries: int
     clock: int
-    lost: int = 0
-    """Deliveries that have died with numbers drawn from a sequence, since nobody had any."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,15 @@ class Ending:
     """One move more, to show what happens there."""
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A state of the world to begin from, and its clock. numbers: as whom its numbers from sequences are known."""
+
+    saved: Saved | None
+    clock: int
+    numbers: Renaming
+
+
 class OutOfTime(Exception):
     """The budget is spent."""
 
@@ -91,7 +98,8 @@ class OutOfTime(Exception):
 class Interleaving:
     """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime.
 
-    shared: see Rules. timed: states are told apart by the time of day; else a job is taken not to go by it.
+    shared: see Rules. timed: states are told apart by the time of day; else a job is taken not to go by it. spaces:
+    sequences may give other numbers than usual.
     """
 
     def __init__(
@@ -104,13 +112,13 @@ class Interleaving:
         limit: Callable[[], float],
         shared: bool = True,
         timed: bool = False,
+        spaces: bool = True,
     ) -> None:
         self.names = Names(timed)
+        self._spaces = spaces
         self.runs = 0
         self.moves = 0
         self.bounded = False
-        self.wasted = False
-        """Not all orders were tried in which numbers of a sequence are lost; see MOST_LOST."""
         self.jammed = False
         """A delivery had to stand aside where it would have waited in a server for the same as another one."""
         self.doubts: list[str] = []
@@ -128,10 +136,8 @@ class Interleaving:
         self._limit = limit
         self.timed = timed
         self.rules = Rules(self.names, shared)
-        self._table: dict[Hashable, Outcome] = {}
-        self._saved: dict[tuple[tuple[tuple[str, int], ...], tuple[int, int]], tuple[Saved | None, int]] = {
-            ((), (0, 0)): (None, 0)
-        }
+        self._table: dict[Hashable, Outcome | Draw] = {}
+        self._saved: dict[tuple[tuple[tuple[str, int], ...], tuple[int, int]], _Kept] = {}
         self._queue: list[tuple[int, int, int, Node]] = []
         self.switches = 0
         """All that takes less switches between deliveries was tried, with as many crashes as are looked at now."""
@@ -155,6 +161,7 @@ class Interleaving:
     def explore(self) -> None:
         """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
         self.reached[self.root] = _Reached(self.root, None, None, 0, 0, 0, 0, 0)
+        self._saved[self.root.versions, self.root.time] = _Kept(self._spaced(), 0, {})
         self._enqueue(self.root)
         while True:
             self._close()
@@ -167,6 +174,19 @@ class Interleaving:
                 later, self._later = self._later, []
                 for node, move in later:
                     self._try(node, move)
+
+    def _spaced(self) -> Saved | None:
+        """The world as it was found, with sequences moved to where their numbers can be told from others."""
+        if not self._spaces:
+            return None
+        world = self.workshop.world
+        self.workshop.clock.set(self._start)
+        world.restore(None)
+        counters: list[SerialCounter] = []
+        for resource in world.resources.values():
+            counters += resource.space_serials(len(counters))
+        self.names.draws = Draws(counters)
+        return world.save() if counters else None
 
     def _close(self) -> None:
         """All that takes no further crash: what needs few switches between deliveries first."""
@@ -209,9 +229,7 @@ class Interleaving:
         for seat in node.seats:
             if self.names.is_unstarted(seat.log) or hopeless:
                 continue
-            if self.rules.loses_numbers(node, seat) and reached.lost >= MOST_LOST:
-                self.wasted = True
-            elif self._scope.crashes is None or reached.crashes < self._scope.crashes:
+            if self._scope.crashes is None or reached.crashes < self._scope.crashes:
                 self._later.append((node, move_of("kill", seat.ident)))
         if stays and node.seats and all(self._is_blocked(node, index) for index in range(len(node.seats))):
             for seat in node.seats:  # nobody can go on: the step of any one fails
@@ -250,8 +268,7 @@ class Interleaving:
             return False  # it raises before its first step, whatever the world is like
         if move.kind in ("begin", "run") and not self._may_sleep(entered, index):
             return False
-        key = self.rules.key(entered, index, move.kind)
-        outcome = self._table.get(key)
+        key, outcome = self._look_up(self.rules.key(entered, index, move.kind), entered)
         if outcome is None and move.kind == "run" and self.rules.endless_of(entered, index) in self.endless:
             return False
         if outcome is None:
@@ -264,8 +281,7 @@ class Interleaving:
         return True
 
     def _try_rival(self, node: Node, move: Move) -> bool:
-        key = self.rules.rival_key(node, move.ident)
-        outcome = self._table.get(key)
+        key, outcome = self._look_up(self.rules.rival_key(node, move.ident), node)
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
@@ -275,6 +291,7 @@ class Interleaving:
         return True
 
     def _reach(self, before: Node, node: Node, move: Move) -> None:
+        node, _ = self.rules.compact(node)
         known = self.reached.get(node)
         if known is not None:
             node = known.node
@@ -296,14 +313,8 @@ class Interleaving:
             was.steps + 1,
             was.deliveries + (move.kind == "begin"),
             was.clock + self._takes(before, move),
-            self._lost(before, was.lost, move),
         )
         self._enqueue(node)
-
-    def _lost(self, node: Node, lost: int, move: Move) -> int:
-        if move.kind == "kill":
-            return lost + self.rules.loses_numbers(node, node.seats[index_of(node, move.ident)])
-        return lost if any(self.rules.has_drawn(node, seat) for seat in node.seats) else 0
 
     def _enqueue(self, node: Node) -> None:
         reached = self.reached[node]
@@ -334,7 +345,7 @@ class Interleaving:
             return True
         if self.rules.endless_of(node, index) in self.endless:
             return True
-        outcome = self._table.get(self.rules.key(node, index))
+        outcome = self.known(self.rules.key(node, index), node)
         return outcome is not None and outcome.end in ("blocked", JAMMED)
 
     def _may_sleep(self, node: Node, index: int) -> bool:
@@ -434,7 +445,7 @@ class Interleaving:
         index = index_of(node, move.ident)
         if self.names.logs[node.seats[index].log].end:
             return ""
-        outcome = self._table.get(self.rules.key(node, index, move.kind))
+        outcome = self.known(self.rules.key(node, index, move.kind), node)
         return self.names.logs[outcome.log].error if outcome is not None and outcome.end == "failed" else ""
 
     # -- learning ---------------------------------------------------------------------------------------------------
@@ -446,7 +457,7 @@ class Interleaving:
             self._learn(node)
         if key not in self._saved:
             raise Surprise("a state at the end was not reached")
-        return self._saved[key][0]
+        return self._saved[key].saved
 
     def _learn(self, node: Node, *last: Move) -> None:
         """Run to a state whose next transition is not known, and on from there as long as that is new."""
@@ -458,10 +469,10 @@ class Interleaving:
             assert reached.move is not None
             moves.append(reached.move)
             start = reached.before
-        saved, clock = self._saved[start.versions, start.time]
+        kept = self._saved[start.versions, start.time]
         self.runs += 1
-        with Play(self.workshop, self._job, saved, self._start, self._limit(), clock=clock) as play:
-            run = Run(self, play, start)
+        with Play(self.workshop, self._job, kept.saved, self._start, self._limit(), clock=kept.clock) as play:
+            run = Run(self, play, start, kept.numbers)
             with contextlib.suppress(Over):
                 for each in reversed(moves):
                     run.go(each)
@@ -484,12 +495,12 @@ class Interleaving:
                 log = self.names.logs[entered.seats[index].log]
                 if log.end or not self._may_sleep(entered, index):
                     continue
-                outcome = self._table.get(self.rules.key(entered, index))
+                outcome = self.known(self.rules.key(entered, index), entered)
                 if outcome is None and self.rules.endless_of(entered, index) in self.endless:
                     continue
                 if outcome is None:
                     return [*way, move]
-                after = self.rules.after(entered, index, outcome)
+                after, _ = self.rules.compact(self.rules.after(entered, index, outcome))
                 if len(way) + 1 < _NEAR and after not in seen:
                     seen.add(after)
                     ways.append((after, [*way, move]))
@@ -501,23 +512,43 @@ class Interleaving:
         if node.idle and not node.acked:
             yield move_of("begin", self.rules.free_ident(node))
 
-    def known(self, key: Hashable) -> Outcome | None:
-        return self._table.get(key)
+    def _look_up(self, key: Hashable, node: Node) -> tuple[Hashable, Outcome | None]:
+        """What is known of a transition; and under which key, if it draws from sequences."""
+        known = self._table.get(key)
+        if isinstance(known, Draw):
+            key = (key, self.rules.place(node, known))
+            known = self._table.get(key)
+        assert not isinstance(known, Draw)
+        return key, known
 
-    def found(self, key: Hashable, outcome: Outcome) -> None:
-        """A transition was seen."""
+    def known(self, key: Hashable, node: Node) -> Outcome | None:
+        return self._look_up(key, node)[1]
+
+    def found(self, key: Hashable, node: Node, outcome: Outcome) -> None:
+        """A transition was seen, from that state."""
+        waiting = self._missing.pop(key, [])
+        if outcome.drawn:
+            draw = Draw(tuple(sorted(set(map(self.names.draws.sequence_of, outcome.drawn)))))
+            known = self._table.setdefault(key, draw)
+            if known != draw:
+                raise Surprise(f"{key}: {known} and {draw}")
+            key = (key, self.rules.place(node, draw))
         known = self._table.setdefault(key, outcome)
         if known != outcome:
             raise Surprise(f"{key}: {known} and {outcome}")
-        for node, move in self._missing.pop(key, ()):
-            self._try(node, move)
+        for each, move in (*waiting, *self._missing.pop(key, ())):
+            self._try(each, move)
 
     def begun(self) -> None:
         for node, move in self._missing.pop("begin", ()):
             self._try(node, move)
 
-    def keep(self, node: Node, clock: int) -> None:
-        """The world is in a state that one can come back to."""
-        key = (node.versions, node.time)
+    def keep(self, node: Node, clock: int, numbers: Renaming) -> None:
+        """The world is in a state that one can come back to. numbers: as whom those from sequences are known."""
+        node = node._replace(seats=())
+        quiet, renaming = self.rules.compact(node)
+        key = (quiet.versions, quiet.time)
         if key not in self._saved:
-            self._saved[key] = (self.workshop.world.save(), clock)
+            stored = self.rules.drawn(node)
+            left = {real: renaming.get(name, name) for real, name in numbers.items() if name in stored}
+            self._saved[key] = _Kept(self.workshop.world.save(), clock, left)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrychaos.explore.company import VISITOR_PID
+from retrychaos.explore.draws import Drawing, Renaming
 from retrychaos.explore.transitions import (
     CLOCK,
     JAMMED,
     UNSTARTED,
+    Did,
     Log,
     Move,
     Node,
@@ -39,19 +41,11 @@ class Over(Exception):
 class Run:
     """A real run beside the graph: what happens is learned and compared."""
 
-    def __init__(self, search: Interleaving, play: Play, node: Node) -> None:
+    def __init__(self, search: Interleaving, play: Play, node: Node, numbers: Renaming) -> None:
         self.node = node
         self._search = search
         self._play = play
-        world = search.workshop.world
-        self._serials: dict[str, Any] = {name: resource.serials() for name, resource in world.resources.items()}
-        """Where counters stand."""
-        self._floor: dict[str, Any] = dict(self._serials)
-        """Below this their numbers are stored, or were drawn by deliveries long gone."""
-        self._drawn: dict[int, dict[str, Any]] = {}
-        """Where counters stood when a delivery had last drawn from them."""
-        self._stored: set[int] = set()
-        """Deliveries that have left something behind since they drew."""
+        self._drawing = Drawing(search.workshop.world, search.names.draws, numbers)
         self._actors: dict[int, Actor] = {}
 
     def go(self, move: Move) -> None:
@@ -74,7 +68,7 @@ class Run:
         log = search.names.logs[seat.log]
         if log.end == "done":
             del self._actors[seat.ident]
-            self.node = search.rules.acknowledged(node, index)
+            self._arrive(search.rules.acknowledged(node, index))
             return
         if log.end:
             raise Over
@@ -85,22 +79,23 @@ class Run:
         search, world = self._search, self._search.workshop.world
         key = search.rules.rival_key(node, number)
         commits = {name: resource.commits for name, resource in world.resources.items()}
-        serials = {name: resource.serials() for name, resource in world.resources.items()}
         visitor = self._play.visit(search.company.job(number), number, VISITOR_PID * number)
         if visitor.end != "done":
-            search.found(key, Outcome(0, 0, (), False, node.clock, "blocked"))
+            search.found(key, node, Outcome(0, 0, (), False, node.clock, "blocked"))
             raise Over
         facts = self._play.facts()
-        for name, resource in world.resources.items():
-            self._serials[name] = resource.serials()
-            if self._serials[name] != serials.get(name, self._serials[name]):  # drawn for good
-                self._drawn.setdefault(-number, {})[name] = self._serials[name]
+        drawn = self._drawing.look(search.rules.drawn(node), world.resources)
         changes, _ = self._changes(node, facts, "", frozenset())
         stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
-        outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)))
-        self.node = search.rules.visited(node, number, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
+        outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)), drawn=drawn)
+        self._arrive(search.rules.visited(node, number, outcome))
+        search.found(key, node, outcome)
+
+    def _arrive(self, node: Node) -> None:
+        """The state after a move; the world can be saved there."""
+        self.node, renaming = self._search.rules.compact(node)
+        self._drawing.rename(renaming, self._search.rules.drawn(self.node))
+        self._search.keep(self.node, self._play.clock, self._drawing.numbers)
 
     def _kill(self, node: Node, index: int, ident: int) -> None:
         search = self._search
@@ -108,37 +103,26 @@ class Run:
         actor = self._actors.pop(ident)
         self._play.kill(actor)
         if not felt:
-            self.node = search.rules.killed(node, index)
+            self._arrive(search.rules.killed(node, index))
             return
         key = search.rules.key(node, index, "kill")
         facts = self._play.facts()
-        self._note_serials(None, "")
-        back, stirred, taint = self._come_back(node, facts)
-        self._rewind(ident)
+        drawn = self._draw(node, "")
+        back, stirred, taint = self._come_back(node)
         changes, _ = self._changes(node, facts, "", taint)
-        others = self._others(node, back, changes)
-        outcome = Outcome(0, 0, changes, stirred, self._clock(node), "killed", others)
-        self.node = search.rules.after(node, index, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
+        others = self._others(node, back, changes, drawn)
+        outcome = Outcome(0, 0, changes, stirred, self._clock(node), "killed", others, drawn=drawn)
+        self._arrive(search.rules.after(node, index, outcome))
+        search.found(key, node, outcome)
 
-    def _rewind(self, ident: int) -> None:
-        """Numbers that a delivery has drawn, and nobody can know, are free again when it is over.
+    def _draw(self, node: Node, touched: str) -> tuple[int, ...]:
+        """Numbers that were drawn from sequences by this move, which has `touched` a resource."""
+        resources = self._search.workshop.world.resources
+        if not self._play.returned:
+            resources = {name: each for name, each in resources.items() if name == touched}
+        return self._drawing.look(self._search.rules.drawn(node), resources)
 
-        Else each death would make a new state, for ever. If something that it did can hold them, they stay burnt.
-        """
-        drawn = self._drawn.pop(ident, None)
-        for name, last in (drawn or {}).items():
-            if ident in self._stored:
-                self._floor[name] = _highest(self._floor[name], last)
-            target = self._floor[name]
-            for each in self._drawn.values():
-                target = _highest(target, each.get(name, target))
-            resource = self._search.workshop.world.resources[name]
-            resource.rewind_serials(target)
-            self._serials[name] = resource.serials()
-
-    def _come_back(self, node: Node, facts: Facts) -> tuple[list[tuple[str, Seat]], bool, frozenset[int]]:
+    def _come_back(self, node: Node) -> tuple[list[tuple[str, Seat]], bool, frozenset[int]]:
         """Those whose statement waited in a server for what was done here, and where; whether any was committed by
         that; and whose random values it may store."""
         names = self._search.names
@@ -153,13 +137,11 @@ class Run:
         for _, seat in back:
             if self._play.returned[self._actors[seat.ident]]:
                 log, committed = names.logs[seat.log], True
-                taint |= log.taint | ({seat.ident} if log.drew or seat.ident in self._drawn else set())
-            if seat.ident in self._drawn and self._has_stored(node, facts):
-                self._stored.add(seat.ident)
+                taint |= log.taint | ({seat.ident} if log.drew else set())
         return back, committed, taint
 
     def _others(
-        self, node: Node, back: list[tuple[str, Seat]], changes: tuple[tuple[str, int], ...]
+        self, node: Node, back: list[tuple[str, Seat]], changes: tuple[tuple[str, int], ...], drawn: tuple[int, ...]
     ) -> tuple[tuple[int, int], ...]:
         """What those have open now that have come back."""
         names, resources = self._search.names, self._search.workshop.world.resources
@@ -167,12 +149,11 @@ class Run:
         for name, seat in back:
             version = dict(changes).get(name, node.version(name))
             shown = resources[name].holds(self._actors[seat.ident]) or BEGUN
-            became.append((seat.context(name), names.back(seat.context(name), version, shown)))
+            became.append((seat.context(name), names.back(seat.context(name), version, drawn, shown)))
         return tuple(sorted(became))
 
     def _begin(self, ident: int, log: Log) -> None:
         search = self._search
-        self._stored.discard(ident)
         actor = self._actors[ident] = self._play.begin(ident)
         if actor.end == "failed":
             raise Hung(
@@ -195,7 +176,7 @@ class Run:
         world = search.workshop.world
         resource = world.resources.get(name)
         commits = resource.commits if resource is not None else 0
-        known = search.known(key)
+        known = search.known(key, node)
         if known is not None and known.end == JAMMED:
             self.node = search.rules.after(node, index, known)
             return
@@ -204,59 +185,49 @@ class Run:
         resource = world.resources.get(name)
         if moved.end == "blocked" and resource is not None and self._jams(node, index, resource, actor):
             search.jammed = True
-            search.found(key, Outcome(seat.log, seat.context(name), (), False, node.clock, JAMMED))
+            search.found(key, node, Outcome(seat.log, seat.context(name), (), False, node.clock, JAMMED))
             raise Over
+        drawn = self._draw(node, name)
         # What ends a transaction draws nothing: then it was those who waited for that.
         ends = log.pending.kind == "commit" or (moved.seen or ("",))[0] == "error"
-        self._note_serials(None if ends and self._play.returned else seat.ident, name)
-        if seat.ident in self._drawn and self._has_stored(node, facts):
-            self._stored.add(seat.ident)
-        back, committed, stored = self._come_back(node, facts)
-        taint = log.taint | stored | ({seat.ident} if moved.drew or seat.ident in self._drawn else set())
-        if moved.end in ("done", "failed"):
-            self._rewind(seat.ident)
+        mine, theirs = ((), drawn) if ends and self._play.returned else (drawn, drawn)
+        back, committed, stored = self._come_back(node)
+        taint = log.taint | stored | ({seat.ident} if moved.drew else set())
         changes, read = self._changes(node, facts, name, taint)
         clock = self._clock(node)
         number = seat.log
         if moved.end != "blocked":
-            serial = seat.ident in self._drawn and not moved.end
-            number = self._grow(
-                seat.log, moved, actor, (node.version(name), seat.context(name), key), clock, read, serial
-            )
+            number = self._grow(seat.log, moved, actor, (node.version(name), seat.context(name), key), clock, read)
         # What it shows to others takes a query to find out: of what is known, only a sample is asked again.
         if known is None or known.end != moved.end or search.moves % _SAMPLE == 0:
-            context = self._context(node, index, resource, actor, moved, number)
+            context = self._context(node, index, resource, actor, moved, number, mine)
             if committed and context:
                 context = names.moved(context, dict(changes).get(name, node.version(name)))
         else:
             context = known.context
         stirred = resource is not None and resource.commits > commits
-        outcome = Outcome(number, context, changes, stirred, clock, moved.end, self._others(node, back, changes))
+        others = self._others(node, back, changes, theirs)
+        outcome = Outcome(number, context, changes, stirred, clock, moved.end, others, drawn=drawn)
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
-        self.node = search.rules.after(node, index, outcome)
         if moved.end == "failed":
             del self._actors[seat.ident]
-        search.keep(self.node, self._play.clock)
-        search.found(key, outcome)
+        self._arrive(search.rules.after(node, index, outcome))
+        search.found(key, node, outcome)
 
-    def _grow(
-        self, before: int, moved: Moved, actor: Actor, unseen: Hashable, clock: int, read: frozenset[int], serial: bool
-    ) -> int:
+    def _grow(self, before: int, moved: Moved, actor: Actor, unseen: Hashable, clock: int, read: frozenset[int]) -> int:
         """The log after a step that was done.
 
         unseen: stands for what the job got back, where that is not known. read: whose random values it may hold.
-        serial: numbers were drawn that no rollback brings back.
         """
         names = self._search.names
         log = names.logs[before]
         assert log.pending is not None
-        seen: Hashable = ("state", unseen) if moved.seen is None else moved.seen
+        seen: Hashable = ("state", unseen) if moved.seen is None else tuple(map(self._drawing.text, moved.seen))
         number = names.log(before, log.pending.resource, log.pending.signature, seen, moved.end, clock)
         grown = names.logs[number]
         fresh = log.taint | read
         grown.taint = fresh if not grown.learned else grown.taint & fresh
-        grown.serial = serial
         self._compare(grown, moved, actor)
         return number
 
@@ -287,7 +258,7 @@ class Run:
                 changes, read = self._changes(node, facts, log.pending.resource, log.taint)
                 if moved.end == "blocked":
                     break
-                number = self._grow(number, moved, actor, key, clock, read, log.serial)
+                number = self._grow(number, moved, actor, key, clock, read)
                 if changes or moved.end or actor.pause:
                     break
             if moved.end == "blocked":
@@ -295,15 +266,14 @@ class Run:
             earlier = names.round_before(number) if actor.pause and not moved.end else None
             if earlier is None or changes:
                 outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end)
-                self.node = search.rules.after(node, index, outcome)
                 if moved.end == "failed":
                     del self._actors[seat.ident]
-                search.keep(self.node, self._play.clock)
-                search.found(key, outcome)
+                self._arrive(search.rules.after(node, index, outcome))
+                search.found(key, node, outcome)
                 return
             number = earlier[0]
         search.endless.add(search.rules.endless_of(node, index))
-        search.found(key, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
+        search.found(key, node, Outcome(seat.log, seat.context(CLOCK), (), False, node.clock, "blocked"))
         raise Over
 
     def _changes(
@@ -316,40 +286,27 @@ class Run:
         changes: list[tuple[str, int]] = []
         read: frozenset[int] = frozenset()
         for name, version in facts.items():
-            if name not in self._serials:
-                self._serials[name] = world.resources[name].serials()
-            names.found(name, world.found_facts[name], world.found_serials[name])
+            names.found(name, world.found_facts[name], self._drawing.unspaced(name, world.found_serials[name]))
             before = node.version(name)
             if name == resource:
                 read = names.taints[before]
-            number = names.version(name, version, self._serials[name], frozenset(names.taints[before] | taint), now)
+            known_as, serials = self._drawing.version(version), self._drawing.serials_of(world.resources[name])
+            number = names.version(name, known_as, serials, frozenset(names.taints[before] | taint), now)
             if number != before:
                 changes.append((name, number))
         return tuple(changes), read
 
-    def _has_stored(self, node: Node, facts: Facts) -> bool:
-        """Something is there now that was not there before the step."""
-        names, found = self._search.names, self._search.workshop.world.found_facts
-        return any(names.differ(version, node.version(name), found[name]) for name, version in facts.items())
-
-    def _note_serials(self, mover: int | None, touched: str) -> None:
-        """Who has drawn numbers by this move? Those whose statement has come back by it may have, too, elsewhere than
-        on the resource that was `touched`."""
-        world = self._search.workshop.world
-        drawers = [ident for ident, actor in self._actors.items() if actor in self._play.returned]
-        for name, resource in world.resources.items():
-            if name != touched and not drawers:
-                continue
-            serials = resource.serials()
-            before = self._serials.setdefault(name, world.found_serials.get(name, serials))
-            self._floor.setdefault(name, before)
-            self._serials[name] = serials
-            if serials != before:
-                for ident in drawers if mover is None else [*drawers, mover]:
-                    self._drawn.setdefault(ident, {})[name] = serials
-
-    def _context(self, node: Node, index: int, resource: Resource | None, actor: Actor, moved: Moved, log: int) -> int:
-        """What the delivery has open after its step, after which its log is `log`."""
+    def _context(
+        self,
+        node: Node,
+        index: int,
+        resource: Resource | None,
+        actor: Actor,
+        moved: Moved,
+        log: int,
+        drawn: tuple[int, ...],
+    ) -> int:
+        """What the delivery has open after its step, after which its log is `log`. drawn: see Outcome."""
         if resource is None or moved.end in ("done", "failed"):
             return 0
         names = self._search.names
@@ -360,28 +317,31 @@ class Run:
             return before
         version = node.version(resource.name)
         if shown not in (SERIAL, SERIAL_WRITES):
-            before = names.as_if_at_once(before, version)
+            before, since = names.as_if_at_once(before, version)
+            drawn = (*since, *drawn)
         others = [(each.log, each.context(resource.name)) for each in node.seats if each is not seat]
-        entry: Hashable = (log, version)
+        if moved.end == "blocked":
+            place = sum(names.waits(context) for _, context in others)
+            return names.context(before, Waits(seat.log, version, place, drawn), shown)
+        beside: tuple[int, ...] = ()
         if shown == MORE:
             # What it holds after the same answer may depend on what others had written (a deferred constraint).
-            entry = (entry, tuple(sorted(other for other, context in others if names.level(context) == MORE)))
-        if moved.end == "blocked":
-            entry = Waits(seat.log, version, sum(names.waits(context) for _, context in others))
-        return names.context(before, entry, shown)
+            beside = tuple(sorted(other for other, context in others if names.level(context) == MORE))
+        return names.context(before, Did(log, version, beside, drawn), shown)
 
     def _compare(self, log: Log, moved: Moved, actor: Actor) -> None:
         """What a delivery with this log does next: learned, or compared with what was learned."""
         pause = max(1, round(actor.pause * 1000)) if actor.pause else 0
+        error = self._drawing.text(moved.error)
         if not log.learned:
             log.learned = True
-            log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, moved.error, moved.drew, pause
+            log.pending, log.end, log.error, log.drew, log.pause = moved.next, moved.end, error, moved.drew, pause
             log.place = actor.place if pause else 0
             return
         known: tuple[object, ...] = (log.pending.signature if log.pending else None, log.end, log.drew)
         now: tuple[object, ...] = (moved.next.signature if moved.next else None, moved.end, moved.drew)
         if not log.drew:  # else how long it sleeps, and what its error says, may be drawn: others draw other values
-            known, now = (*known, log.error, log.pause), (*now, moved.error, pause)
+            known, now = (*known, log.error, log.pause), (*now, error, pause)
         if known != now:
             raise Surprise(f"after the same observations: {known} and {now}")
 
@@ -393,12 +353,5 @@ class Run:
         passed = self._play.jump(node.rung)
         changes, _ = self._changes(node, self._play.facts(), "", frozenset())
         outcome = Outcome(0, 0, changes, False, self._clock(node), "" if passed else "vain")
-        self.node = search.rules.after(node, -1, outcome)
-        search.keep(self.node, self._play.clock)
-        search.found(search.rules.key(node, -1), outcome)
-
-
-def _highest(one: Any, other: Any) -> Any:
-    """Where counters stand when they have come as far as in both."""
-    ahead = dict(other)
-    return tuple((counter, max(value, ahead.get(counter, value))) for counter, value in one)
+        self._arrive(search.rules.after(node, -1, outcome))
+        search.found(search.rules.key(node, -1), node, outcome)

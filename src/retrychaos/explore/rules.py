@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from retrychaos.explore import serial
+from retrychaos.explore.draws import Renaming
 from retrychaos.explore.transitions import (
     CLOCK,
+    Draw,
     Move,
     Names,
     Node,
     Outcome,
+    Polled,
     Seat,
     shown_by_others,
 )
@@ -65,8 +68,6 @@ class Rules:
     def _released(self, node: Node, index: int) -> tuple[Hashable, ...]:
         """All that it can depend on what becomes of those who wait when a delivery dies."""
         dead, others = node.seats[index], [seat for at, seat in enumerate(node.seats) if at != index]
-        if self._names.logs[dead.log].serial:  # the numbers that it has drawn may be free again
-            return (self._nameless(dead), node.versions, tuple(sorted(map(self._nameless, others))))
         places = {name for seat in node.seats for name, context in seat.open if self._names.waits(context)}
         return tuple(
             (
@@ -118,7 +119,7 @@ class Rules:
                 seat = before._replace(log=outcome.log).with_context(resource, outcome.context)
                 if outcome.polled is not None:
                     polled = tuple((name, version) for name, version in versions if name in outcome.polled)
-                    seat = seat.with_context(CLOCK, self._names.context(0, (outcome.polled, polled), BEGUN))
+                    seat = seat.with_context(CLOCK, self._names.context(0, Polled(outcome.polled, polled), BEGUN))
                 seats[index] = seat
             if self._names.serial:
                 committed = outcome.end != "killed" and not self._names.errs(outcome.log)
@@ -163,22 +164,45 @@ class Rules:
 
     def is_felt(self, node: Node, index: int) -> bool:
         """Others can notice the death of this delivery at once, so it is not enough to think of it."""
-        dead = node.seats[index]
-        return self.has_drawn(node, dead) or any(self.is_away(seat) for seat in node.seats if seat is not dead)
-
-    def has_drawn(self, node: Node, seat: Seat) -> bool:
-        """It has numbers of a sequence; or may have, by a statement that waits."""
-        return self._names.logs[seat.log].serial or any(
-            self._names.has_changed(context, node.version(name)) for name, context in seat.open
-        )
-
-    def loses_numbers(self, node: Node, dead: Seat) -> bool:
-        """If it dies, its numbers cannot be given again, since another one has drawn some, too."""
-        return self.has_drawn(node, dead) and any(self.has_drawn(node, seat) for seat in node.seats if seat is not dead)
+        return any(self.is_away(seat) for at, seat in enumerate(node.seats) if at != index)
 
     def is_away(self, seat: Seat) -> bool:
         """Its statement waits in a server."""
         return any(self._names.waits(context) for _, context in seat.open)
+
+    # -- numbers of sequences -----------------------------------------------------------------------------------------
+
+    def drawn(self, node: Node) -> frozenset[int]:
+        """Numbers that somebody remembers: the world, or a delivery that is alive."""
+        names = self._names
+        if not names.draws.counters:
+            return frozenset()
+        known = [names.drawn[version] for _, version in node.versions]
+        known += [names.logs[seat.log].drawn for seat in node.seats]
+        known += [names.contexts[context].drawn for seat in node.seats for _, context in seat.open]
+        return frozenset().union(*known)
+
+    def compact(self, node: Node) -> tuple[Node, Renaming]:
+        """The same state, in which those numbers are the first ones; and what has become of them."""
+        names = self._names
+        renaming = names.draws.compact(self.drawn(node))
+        if not renaming:
+            return node, renaming
+        versions = tuple((name, names.renamed_version(version, renaming)) for name, version in node.versions)
+        seats = tuple(
+            Seat(
+                seat.ident,
+                names.renamed_log(seat.log, renaming),
+                tuple(sorted((name, names.renamed_context(context, renaming)) for name, context in seat.open)),
+            )
+            for seat in node.seats
+        )
+        return node._replace(versions=versions, seats=seats), renaming
+
+    def place(self, node: Node, draw: Draw) -> Hashable:
+        """On what numbers a step depends that draws some."""
+        counts = self._names.draws.counted(self.drawn(node))
+        return tuple(counts[sequence] for sequence in draw.sequences)
 
     def until_expiry(self, node: Node) -> int | None:
         """Milliseconds until the next thing ends by itself, as far as known without running."""

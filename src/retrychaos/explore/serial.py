@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from retrychaos.explore.transitions import Names, Node, Seat
+from retrychaos.explore.transitions import Names, Node, Noted, Seat
 from retrychaos.world.resource import BEGUN, SERIAL, SERIAL_WRITES, WAITS
 
 _SERIAL = (SERIAL, SERIAL_WRITES)
@@ -49,7 +49,7 @@ def _noted(names: Names, seat: Seat, others: Sequence[Seat], resource: str, log:
         theirs = names.level(other.context(resource))
         if _in_the_way(mine, theirs):
             name = _about(resource, other)
-            seat = seat.with_context(name, names.context(seat.context(name), (log, other.log, theirs), BEGUN))
+            seat = seat.with_context(name, names.context(seat.context(name), Noted(log, other.log, theirs), BEGUN))
     return seat
 
 

@@ -15,8 +15,9 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from retrychaos.explore.draws import Draws, Renaming
 from retrychaos.explore.volatile import moment
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.step import Step
@@ -117,6 +118,14 @@ class Outcome(NamedTuple):
     """The same as `stirred`, where it is not about one resource."""
     polled: tuple[str, ...] | None = None
     """It is going round in a loop that waits for a change in these resources."""
+    drawn: tuple[int, ...] = ()
+    """Numbers that it has drawn from sequences."""
+
+
+class Draw(NamedTuple):
+    """In place of an outcome: the step draws from sequences, so it depends on how many numbers of these are known."""
+
+    sequences: tuple[int, ...]
 
 
 @dataclass
@@ -136,18 +145,19 @@ class Log:
     place: int = 0
     """Where in its code it is about to sleep."""
     learned: bool = False
-    serial: bool = False
-    """It has drawn numbers that no rollback brings back."""
     taint: frozenset[int] = frozenset()
     """Deliveries whose random values it may know."""
+    drawn: frozenset[int] = frozenset()
+    """Numbers of sequences that it knows."""
 
 
-class _Since(NamedTuple):
-    """What others have done since. versions: that they have committed. beside: notes of serializable ones that are
-    over."""
+class Did(NamedTuple):
+    """A step was done inside a transaction. others: logs of others that it may depend on. drawn: see Outcome."""
 
-    versions: frozenset[int] = frozenset()
-    beside: frozenset[tuple[int, ...]] = frozenset()
+    log: int
+    version: int
+    others: tuple[int, ...] = ()
+    drawn: tuple[int, ...] = ()
 
 
 class Waits(NamedTuple):
@@ -156,18 +166,50 @@ class Waits(NamedTuple):
     log: int
     version: int
     place: int
+    drawn: tuple[int, ...] = ()
 
 
-class _Back(NamedTuple):
+class Back(NamedTuple):
     """The statement that has waited in the server has come back, when this was the version."""
 
     version: int
+    drawn: tuple[int, ...] = ()
+
+
+class Since(NamedTuple):
+    """What others have done since. versions: that they have committed. beside: notes of serializable ones that are
+    over, see serial.py."""
+
+    versions: frozenset[int] = frozenset()
+    beside: frozenset[tuple[int, int, int]] = frozenset()
+
+
+class Noted(NamedTuple):
+    """Of two serializable transactions: where both stood at a step of one, and what was said of the other."""
+
+    log: int
+    other: int
+    level: str
+
+
+class Polled(NamedTuple):
+    """What a loop that waits looks at, and which versions it has seen there."""
+
+    resources: tuple[str, ...]
+    versions: tuple[tuple[str, int], ...]
+
+
+Entry: TypeAlias = Did | Waits | Back | Since | Noted | Polled
+"""One thing that has become of what a delivery has open."""
 
 
 @dataclass
 class _Context:
-    entries: tuple[int, Hashable]
+    before: int
+    entry: Entry | None
+    level: str
     shown: str
+    drawn: frozenset[int]
 
 
 class Surprise(Exception):
@@ -184,19 +226,27 @@ class Names:
     timed: bool = False
     serial: bool = False
     """Serializable transactions were met."""
+    draws: Draws = field(default_factory=Draws)
     versions: list[Version | None] = field(default_factory=lambda: [None])
     taints: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
     ends: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     """In how many milliseconds something ends in a version, when it is seen first."""
+    drawn: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
+    """Numbers of sequences that are in a version."""
     logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
-    contexts: list[_Context] = field(default_factory=lambda: [_Context((0, ""), "")])
+    contexts: list[_Context] = field(default_factory=lambda: [_Context(0, None, "", "", frozenset())])
+    _keys: list[tuple[str, Hashable]] = field(default_factory=lambda: [("", None)])
+    """Of each version, its resource and where counters stand."""
     _versions: dict[tuple[str, bytes, Hashable], int] = field(default_factory=dict)
     _by_object: dict[tuple[int, Hashable], tuple[Version, int]] = field(default_factory=dict)
     _hashes: dict[int, tuple[Relation, bytes]] = field(default_factory=dict)
     _logs: dict[Hashable, int] = field(default_factory=dict)
+    _log_keys: list[tuple[int, Hashable, Hashable, str, int]] = field(default_factory=lambda: [(0, None, None, "", 0)])
     _begun: dict[int, int] = field(default_factory=dict)
     _contexts: dict[Hashable, int] = field(default_factory=dict)
     _found: set[str] = field(default_factory=set)
+
+    # -- versions ---------------------------------------------------------------------------------------------------
 
     def found(self, resource: str, version: Version, serials: Hashable) -> None:
         """The version in which a resource was found: it has the number 0."""
@@ -207,24 +257,42 @@ class Names:
     def version(self, resource: str, version: Version, serials: Hashable, taint: frozenset[int], now: float) -> int:
         """The number of a version.
 
-        serials: where counters stand that no rollback brings back. taint: deliveries whose random values may be in it.
-        now: the virtual time.
+        serials: where counters stand that no rollback brings back, and whose numbers are not renamed. taint:
+        deliveries whose random values may be in it. now: the virtual time.
         """
         known = self._by_object.get((id(version), serials))
         if known is not None and known[0] is version:
             number = known[1]
         else:
-            key = (resource, self._hash(version), serials)
-            number = self._versions.get(key, -1)
-            if number < 0:
-                number = self._versions[key] = len(self.versions)
-                self.versions.append(version)
-                self.taints.append(taint)
-                self.ends.append(tuple(round((end - now) * 1000) + 1 for end in version.expiries))
+            ends = tuple(round((end - now) * 1000) + 1 for end in version.expiries)
+            number = self._number(resource, version, serials, taint, ends)
             self._by_object[id(version), serials] = (version, number)
         if number and not taint >= self.taints[number]:
             self.taints[number] &= taint  # it comes about without these, so nothing of theirs is in it
         return number
+
+    def _number(
+        self, resource: str, version: Version, serials: Hashable, taint: frozenset[int], ends: tuple[int, ...]
+    ) -> int:
+        key = (resource, self._hash(version), serials)
+        number = self._versions.get(key)
+        if number is None:
+            number = self._versions[key] = len(self.versions)
+            self.versions.append(version)
+            self.taints.append(taint)
+            self.ends.append(ends)
+            self.drawn.append(self.draws.in_version(version))
+            self._keys.append((resource, serials))
+        return number
+
+    def renamed_version(self, number: int, renaming: Renaming) -> int:
+        """The version with other numbers of sequences."""
+        version = self.versions[number]
+        if version is None or renaming.keys().isdisjoint(self.drawn[number]):
+            return number
+        resource, serials = self._keys[number]
+        renamed = self.draws.version(version, renaming)
+        return self._number(resource, renamed, serials, self.taints[number], self.ends[number])
 
     def differ(self, version: Version, number: int, found: Version) -> bool:
         """The contents are others than those of the version with that number."""
@@ -242,13 +310,36 @@ class Names:
             whole.update(known[1])
         return whole.digest()
 
+    # -- logs -------------------------------------------------------------------------------------------------------
+
     def log(self, before: int, resource: str, signature: Hashable, seen: Hashable, end: str, clock: int) -> int:
         """The log that a step adds to."""
         key = (before, signature, seen, end, clock)
         number = self._logs.get(key)
         if number is None:
             number = self._logs[key] = len(self.logs)
-            self.logs.append(Log(before, resource, signature, seen))
+            self.logs.append(Log(before, resource, signature, seen, drawn=self.logs[before].drawn))
+            if isinstance(seen, tuple):
+                self.logs[-1].drawn |= self.draws.in_text(" ".join(each for each in seen if isinstance(each, str)))
+            self._log_keys.append(key)
+        return number
+
+    def renamed_log(self, number: int, renaming: Renaming) -> int:
+        """The log in which other numbers of sequences were seen."""
+        chain = []
+        while not renaming.keys().isdisjoint(self.logs[number].drawn):
+            chain.append(number)
+            number = self.logs[number].before
+        for old in reversed(chain):
+            log = self.logs[old]
+            _, signature, seen, end, clock = self._log_keys[old]
+            if isinstance(seen, tuple):
+                seen = tuple([self.draws.text(each, renaming) if isinstance(each, str) else each for each in seen])
+            number = self.log(number, log.resource, signature, seen, end, clock)
+            renamed = self.logs[number]
+            if log.learned and not renamed.learned:
+                error, drawn = self.draws.text(log.error, renaming), renamed.drawn
+                self.logs[number] = replace(log, before=renamed.before, seen=seen, error=error, drawn=drawn)
         return number
 
     def begun(self, clock: int) -> int:
@@ -259,27 +350,81 @@ class Names:
         if number is None:
             number = self._begun[clock] = len(self.logs)
             self.logs.append(replace(self.logs[UNSTARTED], signature=("begun", clock)))
+            self._log_keys.append((UNSTARTED, ("begun", clock), None, "", clock))
         return number
 
     def is_unstarted(self, log: int) -> bool:
         return self.logs[log].before == UNSTARTED and not self.logs[log].resource
 
-    def context(self, before: int, entry: Hashable, shown: str) -> int:
+    # -- contexts ---------------------------------------------------------------------------------------------------
+
+    def context(self, before: int, entry: Entry, shown: str) -> int:
         """What a delivery has open after one more operation, of which others see `shown`."""
         if not shown:
             return NOTHING_OPEN
-        key = (before, entry, shown)
+        key = (before, type(entry), entry, shown)
         number = self._contexts.get(key)
         if number is None:
             number = self._contexts[key] = len(self.contexts)
             full = f"{shown}#{number}" if shown in _UNTOLD else shown
             self.serial = self.serial or shown in (SERIAL, SERIAL_WRITES)
-            self.contexts.append(_Context((before, entry), full))
+            drawn = self.contexts[before].drawn | self._drawn_in(entry)
+            self.contexts.append(_Context(before, entry, shown, full, drawn))
         return number
+
+    def _drawn_in(self, entry: Entry) -> frozenset[int]:
+        if not self.draws.counters:
+            return frozenset()
+        match entry:
+            case Did(log, version, others, drawn):
+                parts = [self.logs[other].drawn for other in others]
+                return self.logs[log].drawn.union(self.drawn[version], drawn, *parts)
+            case Waits(log, version, _, drawn):
+                return self.logs[log].drawn.union(self.drawn[version], drawn)
+            case Back(version, drawn):
+                return self.drawn[version].union(drawn)
+            case Since(versions, beside):
+                noted = [self.contexts[each].drawn for one, two, _ in beside for each in (one, two)]
+                logs = [self.logs[log].drawn for *_, log in beside]
+                return frozenset().union(*(self.drawn[version] for version in versions), *noted, *logs)
+            case Noted(log, other, _):
+                return self.logs[log].drawn | self.logs[other].drawn
+            case Polled(_, versions):
+                return frozenset().union(*(self.drawn[version] for _, version in versions))
+
+    def renamed_context(self, number: int, renaming: Renaming) -> int:
+        """The same with other numbers of sequences."""
+        chain = []
+        while not renaming.keys().isdisjoint(self.contexts[number].drawn):
+            chain.append(number)
+            number = self.contexts[number].before
+        for old in reversed(chain):
+            context = self.contexts[old]
+            assert context.entry is not None
+            number = self.context(number, self._renamed_entry(context.entry, renaming), context.level)
+        return number
+
+    def _renamed_entry(self, entry: Entry, renaming: Renaming) -> Entry:
+        log, version, context = self.renamed_log, self.renamed_version, self.renamed_context
+        match entry:
+            case Did(at, based, others, drawn):
+                others = tuple(sorted(log(other, renaming) for other in others))
+                return Did(log(at, renaming), version(based, renaming), others, _renamed(drawn, renaming))
+            case Waits(at, based, place, drawn):
+                return Waits(log(at, renaming), version(based, renaming), place, _renamed(drawn, renaming))
+            case Back(based, drawn):
+                return Back(version(based, renaming), _renamed(drawn, renaming))
+            case Since(versions, beside):
+                notes = ((context(a, renaming), context(b, renaming), log(at, renaming)) for a, b, at in beside)
+                return Since(frozenset(version(each, renaming) for each in versions), frozenset(notes))
+            case Noted(at, other, level):
+                return Noted(log(at, renaming), log(other, renaming), level)
+            case Polled(resources, versions):
+                return Polled(resources, tuple((name, version(each, renaming)) for name, each in versions))
 
     def level(self, context: int) -> str:
         """What holds() said of it."""
-        return self.contexts[context].shown.partition("#")[0]
+        return self.contexts[context].level
 
     def waits(self, context: int) -> bool:
         """Its statement waits in the server."""
@@ -287,53 +432,60 @@ class Names:
 
     def has_changed(self, context: int, version: int) -> bool:
         """A statement waits in the server, and the version is another one than when it was sent."""
-        entry = self.contexts[context].entries[1]
+        entry = self.contexts[context].entry
         return self.waits(context) and not (isinstance(entry, Waits) and entry.version == version)
 
     def moved(self, context: int, version: int) -> int:
         """The same work open, after somebody else has committed that version."""
-        return self._since(context, _Since(versions=frozenset({version})))
+        return self._since(context, Since(versions=frozenset({version})))
 
-    def beside(self, context: int, notes: tuple[int, ...]) -> int:
+    def beside(self, context: int, notes: tuple[int, int, int]) -> int:
         """The same work open, after a serializable transaction is over of which these are the notes."""
-        return self._since(context, _Since(beside=frozenset({notes})))
+        return self._since(context, Since(beside=frozenset({notes})))
 
     def has_moved(self, context: int) -> bool:
         """Somebody has committed since this was opened; or that was so at an earlier step of it."""
         while context:
-            context, entry = self.contexts[context].entries
-            if isinstance(entry, _Since) and entry.versions:
+            entry = self.contexts[context].entry
+            if isinstance(entry, Since) and entry.versions:
                 return True
+            context = self.contexts[context].before
         return False
 
-    def _since(self, context: int, more: _Since) -> int:
+    def _since(self, context: int, more: Since) -> int:
         """Sets, not sequences: others may go round in circles for ever while this one waits."""
-        before, entry = self.contexts[context].entries
-        if isinstance(entry, _Since):
-            context, more = before, _Since(entry.versions | more.versions, entry.beside | more.beside)
-        return self.context(context, more, self.level(context))
+        entry = self.contexts[context].entry
+        level = self.level(context)
+        if isinstance(entry, Since):
+            context = self.contexts[context].before
+            more = Since(entry.versions | more.versions, entry.beside | more.beside)
+        return self.context(context, more, level)
 
-    def back(self, context: int, version: int, shown: str) -> int:
+    def back(self, context: int, version: int, drawn: tuple[int, ...], shown: str) -> int:
         """The same work open, after the statement that waited has come back."""
-        return self.context(context, _Back(version), shown)
+        return self.context(context, Back(version, drawn), shown)
 
-    def as_if_at_once(self, context: int, version: int) -> int:
+    def as_if_at_once(self, context: int, version: int) -> tuple[int, tuple[int, ...]]:
         """The context before a statement that has waited, if nothing was committed meanwhile: then it has done what it
-        would have done at once."""
-        waiting, entry = self.contexts[context].entries
-        if not isinstance(entry, _Back) or entry.version != version:
-            return context
-        before, waited = self.contexts[waiting].entries
-        return before if isinstance(waited, Waits) and waited.version == version else context
+        would have done at once. Also what it has drawn since then."""
+        back = self.contexts[context]
+        if not isinstance(back.entry, Back) or back.entry.version != version:
+            return context, ()
+        waited = self.contexts[back.before]
+        if not isinstance(waited.entry, Waits) or waited.entry.version != version:
+            return context, ()
+        return waited.before, (*waited.entry.drawn, *back.entry.drawn)
 
     def errs(self, log: int) -> bool:
         """Its last step has raised an error."""
         seen = self.logs[log].seen
         return isinstance(seen, tuple) and seen[:1] == ("error",)
 
-    def polled(self, context: int) -> Any:
+    def polled(self, context: int) -> Polled:
         """What a loop that waits looks at, and which versions it has seen there."""
-        return self.contexts[context].entries[1]
+        entry = self.contexts[context].entry
+        assert isinstance(entry, Polled)
+        return entry
 
     def shown(self, context: int) -> str:
         return self.contexts[context].shown
@@ -370,6 +522,10 @@ def shown_by_others(names: Names, seats: Iterable[Seat], resource: str) -> tuple
     """What the others have open on a resource, as far as it can be noticed."""
     found = [names.shown(seat.context(resource)) for seat in seats if seat.open]
     return tuple(sorted(each for each in found if each and each != BEGUN))
+
+
+def _renamed(numbers: Iterable[int], renaming: Renaming) -> tuple[int, ...]:
+    return tuple([renaming.get(number, number) for number in numbers])
 
 
 def _timeless(rows: Iterable[Row]) -> list[tuple[Cell, ...]]:

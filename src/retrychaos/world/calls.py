@@ -10,7 +10,7 @@ import functools
 import inspect
 import pickle
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,7 +19,7 @@ from retrychaos.model.errors import OptionError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.values import copied, plain, short
 from retrychaos.world.interception import Patch, patches, try_out
-from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.resource import Blob, SerialCounter, Stage
 from retrychaos.world.targets import Target, check_key, locate, no_async, owner_name
 
 MISSING: Final = object()
@@ -286,11 +286,11 @@ class Calls:
     def races(self, owner: object) -> bool:
         return False
 
-    def serials(self) -> Hashable:
-        return None
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
 
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
 
     def holds(self, owner: object) -> str:
         return ""

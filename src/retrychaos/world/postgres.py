@@ -35,11 +35,13 @@ from retrychaos.world.postgres_line import (
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, SERIAL_WRITES, WAITS, Blob, Stage
+from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, SERIAL_WRITES, WAITS, Blob, SerialCounter, Stage
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
 _LARGE_OBJECTS = 2613
+_LARGE, _APART = 1_000_000_000, 1_000_000
+"""Numbers that a sequence gives in deliveries that overlap: nothing else has such numbers, and integers hold them."""
 _FAR = 110.0
 """Seconds; more than the second clean run is ahead."""
 
@@ -360,16 +362,19 @@ class PostgresDatabase:
 
     def waits(self, owner: object) -> str:
         for pid in self._pids(owner):
+            # The server is asked bit by bit, and may have ended a circle in the middle of that: then it waits no more.
             question = (
                 f"WITH RECURSIVE w(pid) AS (SELECT unnest(pg_blocking_pids({pid})) UNION "
-                f"SELECT unnest(pg_blocking_pids(w.pid)) FROM w) SELECT bool_or(pid = {pid})::text FROM w"
+                f"SELECT unnest(pg_blocking_pids(w.pid)) FROM w) SELECT circle::text FROM "
+                f"(SELECT bool_or(pid = {pid}) AS circle FROM w) AS found "
+                f"WHERE circle OR NOT circle AND cardinality(pg_blocking_pids({pid})) > 0"
             )
             try:
-                found = self._line.ask(question)[0][0]
+                found = self._line.ask(question)
             except LineError as problem:  # nobody is running who could be refused anything
                 raise WorldError(self._lost(problem)) from problem
-            if found is not None:
-                return CIRCLE if found == "true" else WAITS
+            if found:
+                return CIRCLE if found[0][0] == "true" else WAITS
         return ""
 
     def came_back(self, owner: object) -> bool:
@@ -396,18 +401,33 @@ class PostgresDatabase:
             )
         )
 
-    def serials(self) -> Hashable:
-        """Where sequences stand. No transaction holds them, and a crash does not bring them back."""
-        return tuple(sorted(self._reader.sequences().items()))
+    def serials(self) -> Mapping[Hashable, int]:
+        """No transaction holds a sequence, and a crash does not bring back what was drawn from it."""
+        return {
+            oid: value + called * self._schema.sequences[oid].increment
+            for oid, (value, called) in self._reader.sequences().items()
+        }
 
-    def rewind_serials(self, serials: Any) -> None:
-        """Nobody knows the numbers that were drawn since then."""
-        moved = {oid: value for oid, value in serials if dict(self._reader.sequences()).get(oid) != value}
-        if moved:
-            self._ask(
-                "; ".join(f"SELECT setval({oid}::regclass, {v}, {str(c).lower()})" for oid, (v, c) in moved.items())
-            )
-            self._reader.sequences_are(moved)
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        counters = []
+        moved: dict[int, tuple[int, bool]] = {}
+        for number, (oid, upcoming) in enumerate(sorted(self.serials().items(), key=repr), start=place):
+            assert isinstance(oid, int)
+            sequence = self._schema.sequences[oid]
+            first = max(upcoming, _LARGE + number * _APART)
+            counter = SerialCounter(self.name, oid, first, sequence.increment)
+            if sequence.increment > 0 and sequence.lowest <= first and counter.number(_APART) <= sequence.highest:
+                counters.append(counter)
+                moved[oid] = (first, False)
+        self._move_sequences(moved)
+        return counters
+
+    def _move_sequences(self, moved: Mapping[int, tuple[int, bool]]) -> None:
+        if not moved:
+            return
+        self._ask("; ".join(f"SELECT setval({oid}::regclass, {v}, {str(c).lower()})" for oid, (v, c) in moved.items()))
+        self._reader.sequences_are(moved)
+        self._log = self._full_log = self._log_position()
 
     def _pids(self, owner: object) -> list[int]:
         return [each.pid for each in self.handles.values() if each.owner is owner and each.pid is not None]
@@ -442,18 +462,13 @@ class PostgresDatabase:
 
     def shift_ids(self, by: int) -> None:
         """Let every sequence draw other numbers, disjoint per sequence, as a busy database would."""
-        statements = []
         moved: dict[int, tuple[int, bool]] = {}
         for number, (oid, (value, _)) in enumerate(sorted(self._reader.sequences().items()), start=1):
             sequence = self._schema.sequences[oid]
             target = value + by * number * (1 if sequence.increment > 0 else -1)
             if sequence.lowest <= target <= sequence.highest - by:
                 moved[oid] = (target, True)
-                statements.append(f"SELECT setval({oid}::regclass, {target}, true)")
-        if statements:
-            self._ask("; ".join(statements))
-            self._reader.sequences_are(moved)
-            self._log = self._full_log = self._log_position()
+        self._move_sequences(moved)
 
     def distrust(self) -> None:
         self._trusted = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from retrychaos.world import redis_fake
 from retrychaos.world.redis_commands import Call, Command, as_text
 from retrychaos.world.redis_contents import KeyState, Seen, Snapshot, granted, read_key
 from retrychaos.world.redis_line import Line, info
-from retrychaos.world.resource import Stage
+from retrychaos.world.resource import SerialCounter, Stage
 
 _KEY_COLUMNS = ("key", "type", "field", "value", "ttl")
 _PUBLISHED = "redis publish"
@@ -186,11 +186,11 @@ class RedisServer:
     def races(self, owner: object) -> bool:
         return False
 
-    def serials(self) -> Hashable:
-        return None
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
 
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
 
     def holds(self, owner: object) -> str:
         wires = [wire for wire in self.connections.values() if wire.owner is owner]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from retrychaos.model.ledger import Version
@@ -22,6 +23,27 @@ SERIAL_WRITES = "serial writes"
 """The same of one that may have written."""
 MORE = "more"
 """What it says of a transaction of which others can notice more than can be told, such as locks on rows."""
+_MOST_DRAWN = 10_000
+
+
+@dataclass(frozen=True)
+class SerialCounter:
+    """A counter of a store, such as a sequence, that gives numbers which can be taken for nothing else.
+
+    resource, key: which one, as in Resource.serials(). first: the number that it gives first. step: what is added.
+    """
+
+    resource: str
+    key: Hashable
+    first: int
+    step: int
+
+    def number(self, rank: int) -> int:
+        """The number that it gives after `rank` others."""
+        return self.first + rank * self.step
+
+    def gave(self, number: int) -> bool:
+        return self.first <= number < self.first + _MOST_DRAWN * self.step
 
 
 class Resource(Protocol):
@@ -98,12 +120,15 @@ class Resource(Protocol):
         server does not decide in the same way each time."""
         ...
 
-    def serials(self) -> Hashable:
-        """Where counters of the store stand that a rollback does not bring back."""
+    def serials(self) -> Mapping[Hashable, int]:
+        """Counters of the store that a rollback does not bring back, and the number that each will give next."""
         ...
 
-    def rewind_serials(self, serials: Any) -> None:
-        """Bring such counters back: nobody knows what was drawn from them since."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        """Move such counters to where nothing else has numbers, as far as there is room.
+
+        place: how many others have been moved before, to where these must not come.
+        """
         ...
 
     def holds(self, owner: object) -> str:

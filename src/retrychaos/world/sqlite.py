@@ -11,13 +11,13 @@ import contextlib
 import gc
 import os
 import sqlite3
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrychaos.model.errors import SharedError, WorldError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
-from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.resource import Blob, SerialCounter, Stage
 from retrychaos.world.sqlite_effects import Effect, explain
 from retrychaos.world.sqlite_ids import shift_row_ids
 from retrychaos.world.sqlite_turns import TurnConnection
@@ -209,11 +209,11 @@ class SqliteDatabase:
     def races(self, owner: object) -> bool:
         return False
 
-    def serials(self) -> Hashable:
-        return None
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
 
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
 
     def holds(self, owner: object) -> str:
         held = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -103,7 +103,7 @@ class World:
         self._options = options
         self.found_facts: dict[str, Version] = {}
         """The state in which each resource was found: before the check touched it. Grows as resources are found."""
-        self.found_serials: dict[str, Any] = {}
+        self.found_serials: dict[str, Mapping[Hashable, int]] = {}
         """Where the counters of each resource stood then."""
         self._found_blobs: dict[str, Blob] = {}
         self._wanted: dict[str, tuple[Version, Blob]] = {}
