@@ -24,6 +24,7 @@ from retrychaos.world.postgres_line import (
     FAILED,
     IDLE,
     IN_TRANSACTION,
+    TELLING,
     Line,
     LineError,
     backend,
@@ -336,12 +337,14 @@ class PostgresDatabase:
 
     def holds(self, owner: object) -> str:
         """What the server says that it has: a lock that others can notice, or a snapshot."""
-        pids = self._pids(owner)
-        if not pids:
+        mine = [each for each in self.handles.values() if each.owner is owner and each.pid is not None]
+        if not mine:
             return ""
+        if len(mine) == 1 and mine[0].more and standing(mine[0].raw) == IN_TRANSACTION:
+            return MORE
         locks = self._ask(
             "SELECT DISTINCT locktype, mode, granted::text, relation::text, concat_ws(' ', classid, objid, objsubid) "
-            f"FROM pg_locks WHERE locktype <> 'virtualxid' AND pid IN ({', '.join(map(str, pids))})"
+            f"FROM pg_locks WHERE locktype <> 'virtualxid' AND pid IN ({', '.join(str(each.pid) for each in mine)})"
         )
         if any(granted == "false" for _, _, granted, *_ in locks):
             return WAITS
@@ -349,6 +352,7 @@ class PostgresDatabase:
         if any(mode == "SIReadLock" for _, mode, *_ in locks):
             return SERIAL_WRITES if writes else SERIAL
         if writes:
+            mine[0].more = len(mine) == 1
             return MORE
         told = [
             f"{mode} {kind} {relation or ''} {rest}"
@@ -451,7 +455,8 @@ class PostgresDatabase:
                 del self.handles[key]
                 if self._line.silent:
                     shut(handle.raw)
-                left.append((handle.raw, not self._line.silent and clear(handle.raw)))
+                then = TELLING if handle.tells else ""  # the settings that the next delivery would make
+                left.append((handle.raw, not self._line.silent and clear(handle.raw, then)))
         return left
 
     def shift(self, seconds: float) -> None:

@@ -35,8 +35,10 @@ from retrychaos.world.postgres_guard import Guard
 from retrychaos.world.postgres_handle import Handle
 from retrychaos.world.postgres_line import (
     FAILED,
+    HURRY,
     IDLE,
     IN_TRANSACTION,
+    TELLING,
     LineError,
     clear,
     cut_off,
@@ -82,6 +84,8 @@ class PostgresSource:
         """Connections of deliveries that have ended, with the pool that they are from."""
         self._guard: Guard | None = None
         self._noticing: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ready: set[int] = set()
+        """Connections that have the settings of deliveries that overlap already."""
         self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
             (Pool, "connect", self._on_connect),
             (Pool, "checkout", self._on_checkout),
@@ -123,7 +127,7 @@ class PostgresSource:
     def end_delivery(self) -> None:
         for pool, raw in self._left:
             # Those that died have been unwound by now, and may have touched it.
-            if pool is not None and (standing(raw) == IDLE or clear(raw)):
+            if pool is not None and (standing(raw) == IDLE or clear(raw, TELLING if raw in self._noticing else "")):
                 self._spare.setdefault(pool, []).append(raw)
             else:
                 with contextlib.suppress(Exception):
@@ -135,6 +139,7 @@ class PostgresSource:
         self._followed.clear()
         self._resting.clear()
         self._busy.clear()
+        self._ready.clear()
 
     def connecting(self, pool: Pool, original: Callable[..., Any]) -> Callable[..., Any]:
         """How a delivery that overlaps with others gets a connection of that pool."""
@@ -142,7 +147,10 @@ class PostgresSource:
         def connect(*args: Any) -> Any:
             spare = self._spare.get(id(pool))
             if spare:
-                return spare.pop()
+                raw = spare.pop()
+                if raw in self._noticing:
+                    self._ready.add(id(raw))
+                return raw
             raw = original(*args)
             self._of_pool[id(raw)] = id(pool)
             return raw
@@ -262,14 +270,17 @@ class PostgresSource:
 
     def _hurry(self, raw: Any) -> bool:
         """Let the server look early for deliveries that wait for each other. True if it says when it has looked."""
-        telling = "; SET log_lock_waits = on; SET client_min_messages = log"
-        for more in (telling, "") if hasattr(raw, "add_notice_handler") else ("",):
+        if id(raw) in self._ready:
+            self._ready.discard(id(raw))
+            return True
+        for settings in (TELLING, HURRY) if hasattr(raw, "add_notice_handler") else (HURRY,):
             with contextlib.suppress(LineError):  # each is for roles that may
-                run(raw, f"SET deadlock_timeout = '1ms'{more}")
-                if more and raw not in self._noticing:
+                run(raw, settings)
+                tells = settings == TELLING
+                if tells and raw not in self._noticing:
                     self._noticing.add(raw)
                     raw.add_notice_handler(self._noticed)
-                return bool(more)
+                return tells
         return False
 
     def _noticed(self, notice: Any) -> None:
@@ -294,7 +305,10 @@ class PostgresSource:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _of(self, raw: Any) -> tuple[PostgresDatabase, Handle] | None:
-        if not self._stage.running or self._is_busy or (id(raw) in self._resting and id(raw) not in self._followed):
+        if not self._stage.running or self._is_busy:
+            return None
+        if id(raw) in self._resting and id(raw) not in self._followed:
+            self._ready.discard(id(raw))  # a listener of the engine may set something else
             return None
         return self.follow(raw)
 

@@ -52,6 +52,10 @@ _ALL_GONE = "; ".join(
         "DISCARD SEQUENCES",
     )
 )
+HURRY = "SET deadlock_timeout = '1ms'"
+"""Let the server look early for deliveries that wait for each other."""
+TELLING = f"{HURRY}; SET log_lock_waits = on; SET client_min_messages = log"
+"""And say when it has looked."""
 _LOCKED = "55P03"
 _MOST_PREPARED = 500
 _PATIENCE = 10.0
@@ -279,13 +283,18 @@ def shut(raw: Any) -> None:
         line.shutdown(socket.SHUT_RDWR)
 
 
-def clear(raw: Any) -> bool:
-    """Whatever a process had open on a connection is gone. False if the connection is of no use any more."""
+def clear(raw: Any, then: str = "") -> bool:
+    """Whatever a process had open on a connection is gone. False if the connection is of no use any more.
+
+    then: settings for the next delivery; only psycopg 3 makes them.
+    """
     try:
         if hasattr(raw, "pgconn"):
             if standing(raw) not in (IDLE, IN_TRANSACTION, FAILED):
                 return False
-            run(raw, _ALL_GONE)  # not by the driver, whose lock may be held by the thread that stands still
+            run(
+                raw, f"{_ALL_GONE}; {then}" if then else _ALL_GONE
+            )  # not by the driver, whose lock may be held by the thread that stands still
             prepared = raw._prepared  # what psycopg believes that the server knows
             prepared._names.clear()
             prepared._counts.clear()
