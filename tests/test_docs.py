@@ -50,5 +50,4 @@ def test_options_are_documented_and_no_others() -> None:
 
     table = README[README.index("| option | meaning |") : README.index("They can be given in a call")]
     documented = set(re.findall(r"^\| `(\w+)=", table, re.M))
-    assert documented <= set(NAMES)
-    assert set(NAMES) - documented == {"faults"}  # only its off value is there yet
+    assert documented == set(NAMES)

@@ -24,7 +24,7 @@ _OPTIONS = {
     "isolation": '"sample" or "process": run some or all deliveries in forked processes (default: "sample")',
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
     "duplicates": "deliveries of the message that are alive at the same time, at most; 1 turns that off",
-    "faults": "false: errors and lost replies are not in this version yet",
+    "faults": "true: errors, lost replies and shutdowns at every step of the first delivery",
     "order": "true: it is a fault if the order of siblings makes a difference (default: false)",
     "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
 }

@@ -46,6 +46,12 @@ class Recorder:
     doubts: list[str] = field(default_factory=list)
     problem: Exception | None = None
 
+    def strikes(self, kind: str) -> bool:
+        return False
+
+    def struck(self, error: BaseException) -> None:
+        raise AssertionError("no fault was ordered")
+
     def boundary(self, step: Step) -> None:
         self.steps.append(step)
         if self.look:
@@ -99,7 +105,7 @@ class Scene:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.world = World(now=backend.now, options={"scratch": ()})
+        self.world = World(now=backend.now, options={"scratch": (), "faults": False})
         self.source = RedisSource(self.world)
         self.world.sources.append(self.source)
         self.world.traced = True

@@ -29,7 +29,7 @@ from retrychaos.explore.schedule import perform_turns
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import DEFAULT_OVERLAP, Options
-from retrychaos.model.plan import Plan, parse
+from retrychaos.model.plan import ERROR, Plan, parse
 from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Delivery, Finding, Ledger, Report, Run
 from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
@@ -79,6 +79,8 @@ class Check:
         self._started = _perf_counter()
         self._forked: Forked | None = None
         self._orders: Orders | None = None
+        self._faults = 0
+        """How many faults other than crashes were tried."""
         self._start = workshop.clock.base
         self._cast = Cast.of(options)
         self._jobs = [Job(other.function, other.args) for other in self._cast.others]
@@ -161,6 +163,8 @@ class Check:
             closure = self._closure(runner, baseline, company)
             try:
                 closure.explore()
+                if self._options.faults and not closure.suspects:
+                    closure.explore_faults()
             except OutOfBudget:
                 spent = True
             except Relearned:
@@ -176,6 +180,7 @@ class Check:
             spent = True
         if isinstance(runner, Here):
             self._fork().end()
+        self._faults = closure.faults
         report = self._report(runner, baseline, closure, company, spent, note)
         if report.verdict != PROVEN or (self._options.duplicates == 1 and not self._cast.visits):
             return report
@@ -401,15 +406,19 @@ class Check:
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
-        fewest = min(suspect.plan.crashes for suspect in closure.suspects)
-        return f"none: a fault shows with {fewest} crash{'' if fewest == 1 else 'es'}{tail}"
+        plan = min((suspect.plan for suspect in closure.suspects), key=lambda plan: plan.crashes)
+        fault = next((leg.fault for leg in plan.legs if leg.fault is not None), None)
+        besides = f" and {'an' if fault.kind == ERROR else 'a'} {fault.kind}" if fault else ""
+        return f"none: a fault shows with {_count(plan.crashes)}{besides}{tail}"
 
     def _tail(self, judge: Judge) -> str:
         """The end of a guarantee: what else was declared."""
         needed = ", ".join(sorted(judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
         ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
-        return f"{tolerated}{ignored}{self._company_said()}"
+        faults = ", lost replies and shutdowns"
+        tried = f"; errors{faults} ({self._faults}) at the steps of the first delivery" if self._faults else ""
+        return f"{tried}{tolerated}{ignored}{self._company_said()}"
 
     def _company_said(self) -> str:
         """The other jobs, as the guarantee has them."""

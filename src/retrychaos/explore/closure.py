@@ -8,7 +8,7 @@ visited breadth first: the first counterexample has the fewest crashes.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from retrychaos.explore.canon import Canon
 from retrychaos.explore.company import Company
 from retrychaos.explore.runner import Runner
 from retrychaos.model.ledger import Facts
-from retrychaos.model.plan import Leg, Plan, steps_mark
+from retrychaos.model.plan import ERROR, LOST_REPLY, SHUTDOWN, Fault, Leg, Plan, steps_mark
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import LADDER, REDELIVERY_DELAY, Change, Order, Outcome, keep_none
 from retrychaos.world.world import Saved
@@ -25,6 +25,8 @@ from retrychaos.world.world import Saved
 MAX_DELIVERIES = 25
 """Deliveries of one message: what Sidekiq's default retry policy allows."""
 _MOST_TWINS = 2
+_MOST_MISSES = 2
+"""Steps of one kind at which a fault does not come, after which such steps are passed over."""
 _LONGEST_ROUND = 5
 """Steps of a loop that waits, its sleep included."""
 
@@ -66,6 +68,8 @@ class State:
     """Seconds that pass before a delivery from here, on top of the usual delay."""
     waits: int = 0
     """How many waits were tried before a delivery from here."""
+    fault: Fault | None = None
+    """What goes wrong in the delivery from here."""
 
     def legs(self) -> list[Leg]:
         """The plan that leads here."""
@@ -127,6 +131,10 @@ class Closure:
         self._company = company
         self._scope = scope
         self._limit = limit
+        self.faults = 0
+        """How many faults other than crashes were tried."""
+        self._faulted: list[State] = []
+        """The state at the start, once for each of them."""
         self._queue: deque[State] = deque()
         self._looks = 3
         self._twins: list[Change] = []
@@ -159,6 +167,27 @@ class Closure:
                 break
         self._try_twins()
 
+    def explore_faults(self) -> None:
+        """The first delivery again, with an error, a lost reply or a shutdown at each of its steps, and then all that
+        can follow from that.
+
+        Raises OutOfBudget. Call it when explore() has closed, and found nothing.
+        """
+        misses: Counter[tuple[str, str, str]] = Counter()
+        for number, step in enumerate(self._baseline.run.steps, start=1):
+            for kind in (ERROR, LOST_REPLY, SHUTDOWN):
+                place = (kind, step.resource, step.kind)
+                if misses[place] >= _MOST_MISSES:
+                    continue
+                mark = self.root.mark + f"{kind} {number}".encode()
+                first = replace(self.root, mark=mark, end="", fault=Fault(kind, number), beyond_repair=False)
+                if not self._visit(first):
+                    misses[place] += 1
+                    continue
+                self.faults += 1
+                self._faulted.append(first)
+        self.explore()
+
     def _explore_level(self, crashes: int) -> None:
         """Visit the states that take so many crashes, and let those wait that lead nowhere."""
         while True:
@@ -174,6 +203,8 @@ class Closure:
     def order(self, state: State, wait: int = 0) -> Order:
         """The delivery from a state."""
         order = redelivery(state.saved, state.at + wait, state.deliveries + 1, self._limit())
+        if state.fault is not None:
+            order = Order(None, state.at, 1, "1", limit=order.limit, fault=state.fault)
         return replace(order, ends=True) if self._company.waits else order
 
     def digest(self, outcome: Outcome) -> bytes:
@@ -181,12 +212,13 @@ class Closure:
         seen = repr([*_without_rounds([step.signature for step in outcome.steps]), outcome.end])
         return hashlib.blake2b(seen.encode() + self._canon.fingerprint(outcome.facts)).digest()
 
-    def _visit(self, state: State) -> None:
+    def _visit(self, state: State) -> bool:
+        """Deliver from there. False if the fault that it should have did not come."""
         wait = state.wait
         if state.end:  # not the first visit: the clock goes on before this one
             wait = self._waits(state)[state.waits]
             state.waits += 1
-        assert state.saved is not None or state is self.root
+        assert state.saved is not None or state is self.root or state.fault is not None
         marks: set[bytes] = set()
         twins: set[int] = set()
 
@@ -204,6 +236,8 @@ class Closure:
         self.runs += 1
         if outcome.cause is not None:
             raise outcome.cause
+        if state.fault is not None and not outcome.struck and outcome.end != "stopped":
+            return False
         self._note(outcome)
         if outcome.end == "stopped":
             raise OutOfBudget
@@ -214,6 +248,7 @@ class Closure:
             self.last = (state, state.saved)
         if state.end != "failed":
             state.saved = None
+        return True
 
     def _is_new_twin(self, mark: bytes, facts: Facts) -> bool:
         """Equal to a known state only after renaming, and to be tried out as a sample of such pairs."""
@@ -269,6 +304,7 @@ class Closure:
         nacked = outcome.end == "failed" and boundary == len(outcome.steps)
         crashes = state.crashes + (0 if nacked else 1)
         leg = Leg(None, wait=wait) if nacked else Leg(boundary, steps_mark(outcome.steps[:boundary]), wait)
+        leg = replace(leg, fault=state.fault)
         known = self.states.get(mark)
         if known is not None:
             if crashes < known.crashes and not known.end:  # found by a crash first, and now without it
@@ -318,7 +354,7 @@ class Closure:
         self.notes += [note for note in outcome.notes if note not in self.notes]
 
     def _suspect(self, state: State, kind: str, effect: str, wait: int = 0) -> None:
-        plan = Plan(self._job, (*state.legs(), Leg(wait=wait)))
+        plan = Plan(self._job, (*state.legs(), Leg(wait=wait, fault=state.fault)))
         self.suspects.append(Suspect(state, kind, effect, plan))
 
     # -- progress ---------------------------------------------------------------------------------------------------
@@ -353,7 +389,7 @@ class Closure:
     def _report_stuck(self) -> None:
         if self._company.cast.siblings:
             return  # another message may be what it waits for, which is seen where they overlap
-        for state in self.states.values():
+        for state in (*self.states.values(), *self._faulted):
             if state.end not in ("failed", "hung"):
                 continue
             last = self._end_of_chain(state)

@@ -38,10 +38,15 @@ def perform(plan: Plan, runner: Runner, start: float, limit: float) -> Performan
     outcome: Outcome | None = None
     for number, leg in enumerate(plan.legs, start=1):
         at = clock + REDELIVERY_DELAY + leg.wait
-        order = Order(saved, at, number, str(number), traced=True, limit=limit)
+        order = Order(saved, at, number, str(number), traced=True, limit=limit, fault=leg.fault)
         outcome = runner.run(order, keep_all)
         if outcome.cause is not None:
             raise outcome.cause
+        if leg.fault is not None and not outcome.struck:
+            raise PlanError(
+                f"the token no longer fits: delivery {number} should have a fault ({leg.fault.kind}) at step "
+                f"{leg.fault.step}, and there is none. The job or its data has changed; run the check again."
+            )
         steps, end = outcome.steps, ENDS[outcome.end]
         if leg.crash_after is not None:
             if len(steps) < leg.crash_after or leg.mark != steps_mark(steps[: leg.crash_after]):

@@ -51,7 +51,7 @@ class Options:
     scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``,
     ``"postgresql://localhost/test_db"``).
     late: deliver also after each expiry that a state holds (times to live in Redis).
-    faults: not in this version; only the value that turns it off.
+    faults: errors, lost replies and shutdowns at every step of the first delivery.
     rivals: other code that may run once, whole, at any boundary; at most 3.
     siblings: other messages in the queue, at most 3; each runs once: before, between or after the deliveries of the
     job.
@@ -163,12 +163,6 @@ def _duplicates(value: Any) -> int:
     raise ValueError
 
 
-def _off(value: Any) -> bool:
-    if value is False:
-        return value
-    raise ValueError
-
-
 def _switch(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -236,7 +230,7 @@ _SHAPE = "{}=[clean_up, (report, (7,))]"
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "crashes": _crashes,
     "duplicates": _duplicates,
-    "faults": _off,
+    "faults": _switch,
     "late": _switch,
     "order": _switch,
     "budget": _budget,
@@ -248,7 +242,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _EXPECTED = {
     "crashes": '"any" or a number of crashes from 0',
     "duplicates": f"a number of deliveries from 1 to {MOST_DUPLICATES}",
-    "faults": "False (errors and lost replies are not in this version yet)",
+    "faults": "True or False",
     "late": "True or False",
     "order": "True or False",
     "budget": "a number of seconds above 0",

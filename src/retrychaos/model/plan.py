@@ -17,7 +17,22 @@ _TURN = re.compile(r"(\d+)([bkrfjvo])(\d+)")
 _TURNS = re.compile(
     rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z"
 )
-_LEG = re.compile(r"(?:w(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
+_LEG = re.compile(r"(?:w(\d+)_)?(?:([xls])(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
+
+ERROR, LOST_REPLY, SHUTDOWN = "error", "lost reply", "shutdown"
+_LETTERS = {ERROR: "x", LOST_REPLY: "l", SHUTDOWN: "s"}
+
+
+class Fault(NamedTuple):
+    """What goes wrong in a delivery without its death.
+
+    kind: ERROR (the step is not done, and raises what the client raises when nobody answers), LOST_REPLY (it is done,
+    and the client's timeout is raised), SHUTDOWN (SystemExit before the step: the worker is asked to stop). In all of
+    them code that cleans up runs. step: at which step, counted from 1.
+    """
+
+    kind: str
+    step: int
 
 
 class Turn(NamedTuple):
@@ -43,11 +58,13 @@ class Leg:
     crash_after: the process dies after that many steps; None: the delivery runs to its end.
     mark: fingerprint of the steps before the crash, to notice that the job has changed.
     wait: seconds by which the clock moves before the delivery, on top of the usual delay.
+    fault: what goes wrong before that.
     """
 
     crash_after: int | None = None
     mark: str = ""
     wait: int = 0
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -129,12 +146,15 @@ def read(token: str) -> tuple[tuple[Leg, ...], tuple[Turn, ...], str]:
 
 def _write(leg: Leg) -> str:
     wait = f"w{leg.wait}_" if leg.wait else ""
+    if leg.fault is not None:
+        wait += f"{_LETTERS[leg.fault.kind]}{leg.fault.step}_"
     return wait + ("e" if leg.crash_after is None else f"c{leg.crash_after}{leg.mark or '000'}")
 
 
 def _read(match: re.Match[str]) -> Leg:
-    wait, crash, mark = match.groups()
-    return Leg(None if crash is None else int(crash), mark or "", int(wait or 0))
+    wait, letter, step, crash, mark = match.groups()
+    fault = next((Fault(kind, int(step)) for kind, short in _LETTERS.items() if short == letter), None)
+    return Leg(None if crash is None else int(crash), mark or "", int(wait or 0), fault)
 
 
 def _write_turns(turns: Sequence[Turn], mark: str) -> str:

@@ -108,7 +108,12 @@ def _delivery(delivery: Delivery) -> Iterator[str]:
     steps = delivery.steps
     hidden = len(steps) - 2 * _KEPT - 1
     site: Site | None = None
+    faults = 0
     for number, step in enumerate(steps, start=1):
+        if step.kind == "fault":
+            faults += 1
+            yield _cut(f"        !  {step.detail}", _WIDTH)
+            continue
         if hidden > 0 and _KEPT < number <= len(steps) - _KEPT:
             if number == _KEPT + 1:
                 yield f"         ... {len(steps) - 2 * _KEPT} more steps"
@@ -116,7 +121,7 @@ def _delivery(delivery: Delivery) -> Iterator[str]:
         if step.site is not None and step.site != site:
             yield _cut(f"    {step.site}  {step.site.source}", _WIDTH)
         site = step.site
-        yield _cut(f"      {number:>3}  {step.kind:<6}  {step.detail}", _WIDTH)
+        yield _cut(f"      {number - faults:>3}  {step.kind:<6}  {step.detail}", _WIDTH)
     yield f"      {_ENDS[delivery.end]}{': ' + delivery.error if delivery.error else ''}"
 
 

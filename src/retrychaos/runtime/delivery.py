@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from retrychaos.model.ledger import Facts
+from retrychaos.model.plan import SHUTDOWN, Fault
 from retrychaos.model.step import Step
 from retrychaos.model.values import copied
 from retrychaos.runtime.chance import Chance
@@ -80,6 +81,7 @@ class Order:
     """Which job is delivered: 0 is the one that is checked, others stand around it."""
     ends: bool = False
     """The state at its end is saved also if it is done, for what comes after it."""
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Outcome:
     doubts: tuple[str, ...] = ()
     cause: Exception | None = None
     """A problem that ends the check: raised past the job."""
+    struck: bool = False
+    """The fault that was ordered has come."""
 
 
 Keep = Callable[[int, Facts], bool]
@@ -273,6 +277,7 @@ class _Delivery:
         self._lock = threading.RLock()
         self._idle = 0
         self._rung = 0
+        self._struck = False
         if any(self._facts[name] is not version for name, version in start.items()):
             self._note_change()  # something expired between the crash and this delivery
 
@@ -285,9 +290,26 @@ class _Delivery:
             self.look()
             if len(self._steps) >= MAX_STEPS:
                 self._give_up("hung")
+            self._shut_down()
             if self._order.traced:
                 step = replace(step, site=user_site(sys._getframe(2)))
             self._steps.append(step)
+
+    def strikes(self, kind: str) -> bool:
+        fault = self._order.fault
+        return fault == Fault(kind, len(self._steps)) and not self._struck and self.fence is None
+
+    def struck(self, error: BaseException) -> None:
+        self._struck = True
+        kind = self._order.fault.kind if self._order.fault else ""
+        self._steps.append(Step("fault", "", kind, f"{kind}: {describe(error)}"))
+
+    def _shut_down(self) -> None:
+        """The worker is asked to stop before the step that comes now."""
+        if self._order.fault == Fault(SHUTDOWN, len(self._steps) + 1) and not self._struck:
+            error = SystemExit("the worker is asked to stop")
+            self.struck(error)
+            raise error
 
     def refuse(self, problem: Exception) -> NoReturn:
         self.fail(problem)
@@ -359,6 +381,7 @@ class _Delivery:
             if self.fence is not None:
                 raise self.fence
             self.look()
+            self._shut_down()
             step = Step("sleep", "clock", "sleep", f"sleep({seconds:g})")
             if self._order.traced:
                 step = replace(step, site=user_site(sys._getframe(2)))
@@ -431,6 +454,7 @@ class _Delivery:
             tuple(notes),
             tuple(self._doubts),
             self._cause,
+            self._struck,
         )
 
 

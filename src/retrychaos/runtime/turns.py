@@ -141,6 +141,13 @@ class Actor:
         self._hand_over()
         self._did, self._seen = step, None
 
+    def strikes(self, kind: str) -> bool:
+        """Where deliveries overlap, none has another fault than its death."""
+        return False
+
+    def struck(self, error: BaseException) -> None:
+        """See strikes()."""
+
     def observed(self, *values: object) -> None:
         """The job gets this back from its step."""
         if self._seen is None:

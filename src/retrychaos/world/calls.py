@@ -6,6 +6,7 @@ resource that holds what arrived. A delivery is judged by what arrived, so a cal
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import pickle
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 from retrychaos.model.errors import OptionError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
+from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import copied, plain, short
 from retrychaos.world.interception import Patch, patches, try_out
 from retrychaos.world.resource import Blob, SerialCounter, Stage
@@ -356,6 +358,7 @@ class Calls:
         row = watched.row(call)
         watched.seen = True
         self.stage.step("call", self, watched.label, watched.text(args, kwargs))
+        self.stage.strike(ERROR, lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
         with self._covering():
             if watched.result is MISSING:
                 value = through(*first, *args, **kwargs)
@@ -365,6 +368,7 @@ class Calls:
             _dismiss(value)
             self.stage.refuse(no_async(watched.label))
         self._record(watched, call, row, value)
+        self.stage.strike(LOST_REPLY, lambda: TimeoutError("timed out"))
         if watched.result is not MISSING:
             self.stage.observed(value)
         return value

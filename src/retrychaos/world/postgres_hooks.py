@@ -27,6 +27,7 @@ from sqlalchemy.pool.base import _ConnectionFairy
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.options import DEFAULT_BUDGET
+from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import short
 from retrychaos.world import postgres_forks as forks
 from retrychaos.world.postgres import PostgresDatabase
@@ -41,6 +42,7 @@ from retrychaos.world.postgres_line import (
     TELLING,
     LineError,
     clear,
+    connection_lost,
     cut_off,
     driver_of,
     finish,
@@ -325,6 +327,7 @@ class PostgresSource:
         database.settle(handle)
         detail = f"{text} {short(values)}" if values and self._stage.traced else text
         self._stage.step("sql", database, template, detail)
+        self._stage.strike(ERROR, lambda: connection_lost(raw))
         was_idle = standing(raw) == IDLE
         word = text[:9].upper()
         if not was_idle and word.startswith(("COMMIT", "END")):
@@ -351,6 +354,8 @@ class PostgresSource:
             if handle.cursor is cursor:  # else that was seen when it came back
                 database.executed(handle, tags(cursor), was_idle)
             handle.cursor = None
+        if standing(raw) == IDLE:  # else its work goes with the connection, as if it had not been done
+            self._stage.strike(LOST_REPLY, lambda: connection_lost(raw))
 
     def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
         """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
@@ -390,6 +395,7 @@ class PostgresSource:
             return
         database, handle = found
         self._stage.step("commit", database, "COMMIT", "COMMIT")
+        self._stage.strike(ERROR, lambda: connection_lost(raw))
         database.committing(handle)
         handle.commits = True
         self._stage.enter(handle.tells)
@@ -404,6 +410,7 @@ class PostgresSource:
             self._stage.observed("committed")
         finally:
             handle.commits = False
+        self._stage.strike(LOST_REPLY, lambda: connection_lost(raw))
 
     def _observe_error(self, error: Exception) -> None:
         self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))

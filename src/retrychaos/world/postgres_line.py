@@ -7,6 +7,7 @@ asked of a job's own connection without its driver noticing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import socket
@@ -269,6 +270,15 @@ def _await_psycopg2(raw: Any, patience: float) -> None:
 
     while (state := raw.poll()) != extensions.POLL_OK:
         _await(raw.fileno(), state == extensions.POLL_WRITE, patience)
+
+
+def connection_lost(raw: Any) -> Exception:
+    """What a driver raises when the server has gone away; the connection is of no use after that."""
+    with contextlib.suppress(Exception):
+        finish(raw)
+    package = importlib.import_module(driver_of(raw))
+    error: Exception = package.OperationalError("server closed the connection unexpectedly")
+    return error
 
 
 def cancel(raw: Any) -> None:

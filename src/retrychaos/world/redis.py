@@ -16,6 +16,7 @@ import redis.client
 import redis.connection
 
 from retrychaos.model.errors import WorldError
+from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.world.redis_commands import (
     FIELD_EXPIRY,
     FIRST_KEY,
@@ -52,10 +53,13 @@ class RedisSource:
         """SHA of scripts that call PUBLISH."""
         self._patched: list[tuple[type, str, Any]] = []
         self._stop_births: Callable[[], None] = _nothing
+        self._faults = False
+        """Replies may get lost."""
 
     def install(self) -> None:
         if self._patched:
             return
+        self._faults = bool(self._stage.options("faults"))
         connection, pipeline = redis.connection.AbstractConnection, redis.client.Pipeline
         self._patch(connection, "send_command", self._send_command)
         self._patch(connection, "send_packed_command", self._send_packed_command)
@@ -116,6 +120,8 @@ class RedisSource:
             hasty = args if wait is None else impatient(call)
             sent = _send(wire, original, connection, *hasty, **kwargs)
             self._published(connection, wire, [call])
+            if self._faults and wait is None:
+                _on_reply(connection, lambda _: self._lose(connection))
             if self._stage.concurrent:
 
                 def again() -> None:
@@ -172,6 +178,7 @@ class RedisSource:
             responses = _send(wire, original, pipeline, connection, commands, False)
             done = [call for call, reply in zip(calls, responses, strict=True) if not isinstance(reply, Exception)]
             self._published(connection, wire, done)
+            self._lose(connection)
             self._stage.observed(responses)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
@@ -196,12 +203,17 @@ class RedisSource:
                 elif not isinstance(reply, Exception):
                     self._published(connection, wire, [call])
                 if not silent:
+                    self._lose(connection)
                     self._stage.observed(reply)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
             return responses
 
         return _execute_pipeline
+
+    def _lose(self, connection: Any) -> None:
+        """The command was done, and the client may not get to know it."""
+        self._stage.strike(LOST_REPLY, lambda: _broken(connection, redis.TimeoutError("Timeout reading from socket")))
 
     def _observe(self, connection: Any, wait: float | None, again: Callable[[], Any] | None) -> None:
         """Deliveries overlap: what this one is told is what it knows, and a command that waits waits for the others."""
@@ -296,6 +308,7 @@ class RedisSource:
         # Values are for people, and cost more than the rest of the step.
         detail = "; ".join(call.detail for call in calls) if self._stage.traced else text
         self._stage.step("redis", server, text, detail)
+        self._stage.strike(ERROR, lambda: _broken(connection, redis.ConnectionError("Connection refused.")))
         self._expect(connection, wire, calls)
 
     def _expect(self, connection: Any, wire: Wire, calls: Sequence[Call]) -> None:
@@ -353,6 +366,12 @@ class RedisSource:
         wire.server.connections[connection] = wire
         wire.owner = self._stage.owner
         return wire.server
+
+
+def _broken(connection: Any, error: Exception) -> Exception:
+    """What the client raises; it also gives the connection up."""
+    connection.disconnect()
+    return error
 
 
 def _send(wire: Wire, original: Any, *args: Any, **kwargs: Any) -> Any:

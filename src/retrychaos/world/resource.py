@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -227,6 +227,14 @@ class Stage(Protocol):
 
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         """A step is about to run: here is a boundary. May raise a BaseException that ends the delivery."""
+        ...
+
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
+        """Raise what `make` gives, if the delivery that runs has such a fault at the step that was announced last.
+
+        kind: ERROR, before anything is done; `make` gives what the client raises if nobody can be reached. LOST_REPLY,
+        after it was done; then it is what the client raises if the answer does not come.
+        """
         ...
 
     def look(self) -> None:

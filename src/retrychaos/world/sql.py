@@ -23,6 +23,7 @@ from sqlalchemy.orm import session as session_module
 from sqlalchemy.pool import Pool
 
 from retrychaos.model.errors import SharedError, SharingError, WorldError
+from retrychaos.model.plan import ERROR
 from retrychaos.model.values import short
 from retrychaos.world.handles import is_open
 from retrychaos.world.postgres_hooks import PostgresSource
@@ -101,6 +102,12 @@ class SqlSource:
     def install(self) -> None:
         self._sessions = {session.hash_key for session in _live_sessions()}
         _close_idle_transactions()
+        if self._stage.options("faults"):
+            self._patch(DefaultDialect, "do_commit", self._commit)
+            self._listeners += [
+                (DefaultDialect, "do_execute", self._do_execute),
+                (DefaultDialect, "do_execute_no_params", self._do_execute),
+            ]
         for target, name, listener in self._listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
@@ -250,8 +257,23 @@ class SqlSource:
         self._stage.touched(database)
         handle.committing = handle.in_transaction  # else the driver sends no COMMIT
 
+    def _do_execute(self, cursor: Any, *rest: Any) -> bool:
+        """Where SQLAlchemy takes an error for one of the database."""
+        if id(getattr(cursor, "connection", None)) in self._handles:
+            self._stage.strike(ERROR, _locked)
+        return False
+
+    def _commit(self, original: Any) -> Any:
+        def do_commit(dialect: Any, raw: Any) -> None:
+            if id(getattr(raw, "dbapi_connection", raw)) in self._handles:
+                self._stage.strike(ERROR, _locked)
+            original(dialect, raw)
+
+        return do_commit
+
     def _executemany(self, cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
         """Row by row where rows are committed one by one and triggers make rows hard to tell apart."""
+        self._do_execute(cursor)
         if not self._stage.running or not isinstance(getattr(cursor, "connection", None), sqlite3.Connection):
             return False
         found = self._handles.get(id(cursor.connection))
@@ -491,6 +513,10 @@ def _close_idle_transactions() -> None:
         raws = [connection.connection.dbapi_connection for connection in _connections(session)]
         if not any(_is_busy(raw) for raw in raws):
             session.rollback()
+
+
+def _locked() -> sqlite3.OperationalError:
+    return sqlite3.OperationalError("database is locked")
 
 
 def _is_busy(raw: Any) -> bool:

@@ -22,6 +22,8 @@ class Recorder(Protocol):
     """The running delivery, as the world sees it."""
 
     def boundary(self, step: Step) -> None: ...
+    def strikes(self, kind: str) -> bool: ...
+    def struck(self, error: BaseException) -> None: ...
     def look(self) -> None: ...
     def refuse(self, problem: Exception) -> NoReturn: ...
     def fail(self, problem: Exception) -> None: ...
@@ -127,6 +129,12 @@ class World:
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         assert self.recorder is not None
         self.recorder.boundary(Step(kind, resource.name, text, detail))
+
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
+        if self.recorder is not None and not self.quiet and self.recorder.strikes(kind):
+            error = make()
+            self.recorder.struck(error)
+            raise error
 
     def look(self) -> None:
         if self.recorder is not None:
