@@ -340,7 +340,7 @@ class PostgresDatabase:
         mine = [each for each in self.handles.values() if each.owner is owner and each.pid is not None]
         if not mine:
             return ""
-        if len(mine) == 1 and mine[0].more and standing(mine[0].raw) == IN_TRANSACTION:
+        if len(mine) == 1 and mine[0].more and mine[0].rests and standing(mine[0].raw) == IN_TRANSACTION:
             return MORE
         locks = self._ask(
             "SELECT DISTINCT locktype, mode, granted::text, relation::text, concat_ws(' ', classid, objid, objsubid) "

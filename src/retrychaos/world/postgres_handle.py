@@ -52,6 +52,11 @@ class Handle:
     altered: bool = False
     """A command has run in the open transaction that may have changed the schema."""
 
+    @property
+    def rests(self) -> bool:
+        """None of its statements is in the server. Its driver knows that only a moment after one was sent."""
+        return self.cursor is None and not self.commits
+
     def ran(self, words: Sequence[str]) -> None:
         """Commands of these names have run."""
         self.altered = self.altered or not _HARMLESS.issuperset(words)
