@@ -489,6 +489,8 @@ class Interleaving:
         seen = {node}
         while ways:
             here, way = ways.popleft()
+            if (death := self._unknown_death(here)) is not None:
+                return [*way, death]
             for move in self._onward_moves(here):
                 entered = self.rules.seated(here, move)
                 index = index_of(entered, move.ident)
@@ -505,6 +507,17 @@ class Interleaving:
                     seen.add(after)
                     ways.append((after, [*way, move]))
         return []
+
+    def _unknown_death(self, node: Node) -> Move | None:
+        """The death of a delivery that others notice, where it is not known what becomes of them."""
+        if self._scope.crashes == 0:
+            return None
+        for index, seat in enumerate(node.seats):
+            if self.names.logs[seat.log].end or not self.rules.is_felt(node, index):
+                continue
+            if self.known(self.rules.key(node, index, "kill"), node) is None:
+                return move_of("kill", seat.ident)
+        return None
 
     def _onward_moves(self, node: Node) -> Iterator[Move]:
         for seat in node.seats:

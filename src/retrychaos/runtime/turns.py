@@ -334,7 +334,7 @@ class Play:
                 if not actor.dead:
                     world.leave(actor)
                 actor.dead = True
-            for actor in left:
+            for actor in reversed(left):  # the last first: it may have a connection that one before it has had, too
                 self._unwind(actor)
             if exc[0] is None:
                 world.recorder = self.actors[-1] if self.actors else None

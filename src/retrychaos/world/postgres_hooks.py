@@ -120,7 +120,11 @@ class PostgresSource:
         for key, (database, handle) in list(self._followed.items()):
             if handle.owner is owner:
                 for raw, good in database.leave(owner):
-                    self._left.append((self._of_pool.get(id(raw)) if good else None, raw))
+                    pool = self._of_pool.get(id(raw)) if good else None
+                    if pool is not None and not _is_held(raw):
+                        self._spare.setdefault(pool, []).append(raw)
+                    else:
+                        self._left.append((pool, raw))
                 self._followed.pop(key, None)
 
     def part(self, blobs: Mapping[str, Any], folder: str) -> None:
@@ -147,9 +151,12 @@ class PostgresSource:
         """How a delivery that overlaps with others gets a connection of that pool."""
 
         def connect(*args: Any) -> Any:
-            spare = self._spare.get(id(pool))
-            if spare:
+            spare = self._spare.get(id(pool), [])
+            while spare:
                 raw = spare.pop()
+                if standing(raw) != IDLE:  # one that had died has closed it, when it was unwound
+                    finish(raw)
+                    continue
                 if raw in self._noticing:
                     self._ready.add(id(raw))
                 return raw
@@ -550,6 +557,11 @@ class PostgresSource:
 
     def _cursor(self, base: Any) -> Any:
         return cursor_class(base, self._statement, lambda: self._stage.running and not self._is_busy)
+
+
+def _is_held(raw: Any) -> bool:
+    """A delivery stands still in the middle of a COMMIT of psycopg 3, which has locked the connection."""
+    return bool(getattr(raw, "lock", None) is not None and raw.lock.locked())
 
 
 def _masked(value: Any, now: float) -> Any:
