@@ -20,6 +20,8 @@ from retrychaos.world.world import World
 Renaming: TypeAlias = Mapping[int, int]
 """Numbers that become others; those that it does not name stay."""
 
+FORGOTTEN = 5_000
+"""Numbers of a sequence that this one and later ones stand for are remembered by nobody."""
 _RUN = re.compile(r"\d{9,}")
 
 
@@ -108,16 +110,22 @@ class Draws:
         return cell
 
     def compact(self, remembered: Iterable[int]) -> dict[int, int]:
-        """The renaming that makes these the first numbers of their sequences, in the same order."""
+        """What becomes of each of these: the first numbers of their sequences, in the same order."""
         places: dict[int, list[int]] = {}
         for number in remembered:
             places.setdefault(self.sequence_of(number), []).append(number)
-        renaming = {
+        return {
             number: self.counters[place].number(rank)
             for place, numbers in places.items()
             for rank, number in enumerate(sorted(numbers))
         }
-        return {one: other for one, other in renaming.items() if one != other}
+
+    def forget(self, numbers: Iterable[int], renaming: Renaming) -> dict[int, int]:
+        """The same for numbers that nobody may remember: those that `renaming` does not name become other ones, which
+        are the same in whatever state they were forgotten."""
+        forgotten = self.compact(number for number in numbers if number not in renaming)
+        places = {name: self.counters[self.sequence_of(name)] for name in forgotten.values()}
+        return {**renaming, **{one: name + FORGOTTEN * places[name].step for one, name in forgotten.items()}}
 
     def counted(self, remembered: Iterable[int]) -> tuple[int, ...]:
         """How many of each sequence."""

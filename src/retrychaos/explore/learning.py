@@ -23,7 +23,7 @@ from retrychaos.explore.transitions import (
 )
 from retrychaos.model.ledger import Facts
 from retrychaos.runtime.turns import Actor, Hung, Moved, Play
-from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, WAITS, Resource
+from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, Resource
 
 if TYPE_CHECKING:
     from retrychaos.explore.interleaving import Interleaving
@@ -149,9 +149,6 @@ class Run:
         for name, seat in back:
             version = dict(changes).get(name, node.version(name))
             shown = resources[name].holds(self._actors[seat.ident]) or BEGUN
-            waited = names.contexts[seat.context(name)].entry
-            earlier = waited.drawn if isinstance(waited, Waits) else ()
-            shown = _at_least(shown, (*earlier, *drawn), names.level(seat.context(name)))
             became.append((seat.context(name), names.back(seat.context(name), version, drawn, shown)))
         return tuple(sorted(became))
 
@@ -315,7 +312,7 @@ class Run:
         names = self._search.names
         seat = node.seats[index]
         before = seat.context(resource.name)
-        shown = _at_least(resource.holds(actor), drawn, names.level(before))
+        shown = resource.holds(actor)
         if moved.end == "blocked" and names.level(before) == shown:
             return before
         version = node.version(resource.name)
@@ -358,16 +355,3 @@ class Run:
         outcome = Outcome(0, 0, changes, False, self._clock(node), "" if passed else "vain")
         self._arrive(search.rules.after(node, -1, outcome))
         search.found(search.rules.key(node, -1), node, outcome)
-
-
-def _at_least(shown: str, drawn: tuple[int, ...], before: str) -> str:
-    """What a delivery holds, if its transaction has drawn from a sequence; `before`: what it held until then.
-
-    PostgreSQL gives the transaction a number for that, but only with every 32nd number of the sequence, or the first
-    after it was moved (sequence.c, nextval_internal). So it must not matter whether it has got one.
-    """
-    if not shown or shown == WAITS:
-        return shown
-    if shown in (SERIAL, SERIAL_WRITES):
-        return SERIAL_WRITES if drawn or before == SERIAL_WRITES else shown
-    return MORE if drawn or before == MORE else shown

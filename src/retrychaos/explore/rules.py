@@ -185,9 +185,9 @@ class Rules:
     def compact(self, node: Node) -> tuple[Node, Renaming]:
         """The same state, in which those numbers are the first ones; and what has become of them."""
         names = self._names
+        if not names.draws.counters:
+            return node, {}
         renaming = names.draws.compact(self.drawn(node))
-        if not renaming:
-            return node, renaming
         versions = tuple((name, names.renamed_version(version, renaming)) for name, version in node.versions)
         seats = tuple(
             Seat(

@@ -27,7 +27,8 @@ CLOCK = "clock"
 """The resource of a sleep."""
 UNSTARTED = 0
 """The log of a delivery that has not begun."""
-_UNTOLD = (MORE, SERIAL, SERIAL_WRITES, WAITS)
+_WRITING = (MORE, SERIAL_WRITES, WAITS)
+_UNTOLD = (SERIAL, *_WRITING)
 """How others are affected by these depends on more, so each is another."""
 JAMMED = "jammed"
 """How a step ends that was not begun, since it would wait in a server for the same as that of another delivery."""
@@ -209,7 +210,17 @@ class _Context:
     entry: Entry | None
     level: str
     shown: str
-    drawn: frozenset[int]
+    known: frozenset[int]
+    """Numbers of sequences that a transaction may have read."""
+    own: frozenset[int]
+    """Those that it has drawn."""
+    numbered: bool
+    """There are numbers of sequences in it, remembered or not."""
+
+    @property
+    def drawn(self) -> frozenset[int]:
+        """Numbers that are remembered: what it has drawn only if it may have written rows with them."""
+        return self.known | self.own if self.level in _WRITING else self.known
 
 
 class Surprise(Exception):
@@ -234,7 +245,9 @@ class Names:
     drawn: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
     """Numbers of sequences that are in a version."""
     logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
-    contexts: list[_Context] = field(default_factory=lambda: [_Context(0, None, "", "", frozenset())])
+    contexts: list[_Context] = field(
+        default_factory=lambda: [_Context(0, None, "", "", frozenset(), frozenset(), False)]
+    )
     _keys: list[tuple[str, Hashable]] = field(default_factory=lambda: [("", None)])
     """Of each version, its resource and where counters stand."""
     _versions: dict[tuple[str, bytes, Hashable], int] = field(default_factory=dict)
@@ -368,26 +381,28 @@ class Names:
             number = self._contexts[key] = len(self.contexts)
             full = f"{shown}#{number}" if shown in _UNTOLD else shown
             self.serial = self.serial or shown in (SERIAL, SERIAL_WRITES)
-            drawn = self.contexts[before].drawn | self._drawn_in(entry)
-            self.contexts.append(_Context(before, entry, shown, full, drawn))
+            known, own = self.contexts[before].known | self._known_in(entry), self.contexts[before].own
+            if isinstance(entry, Did | Waits | Back):
+                own = own.union(entry.drawn)
+            past = isinstance(entry, Since) and any(self.drawn[version] for version in entry.versions)
+            numbered = bool(known or own) or past or self.contexts[before].numbered
+            self.contexts.append(_Context(before, entry, shown, full, known, own, numbered))
         return number
 
-    def _drawn_in(self, entry: Entry) -> frozenset[int]:
+    def _known_in(self, entry: Entry) -> frozenset[int]:
         if not self.draws.counters:
             return frozenset()
         match entry:
-            case Did(log, version, others, drawn):
-                parts = [self.logs[other].drawn for other in others]
-                return self.logs[log].drawn.union(self.drawn[version], drawn, *parts)
-            case Waits(log, version, _, drawn):
-                return self.logs[log].drawn.union(self.drawn[version], drawn)
-            case Back(version, drawn):
-                return self.drawn[version].union(drawn)
-            case Since(versions, beside):
+            case Did(log, version, others):
+                return self.logs[log].drawn.union(self.drawn[version], *(self.logs[other].drawn for other in others))
+            case Waits(log, version):
+                return self.logs[log].drawn | self.drawn[version]
+            case Back(version):
+                return self.drawn[version]
+            case Since(_, beside):  # numbers in what was committed meanwhile need not be there any more
                 noted = [self.contexts[each].drawn for one, two, _ in beside for each in (one, two)]
-                logs = [self.logs[log].drawn for *_, log in beside]
-                return frozenset().union(*(self.drawn[version] for version in versions), *noted, *logs)
-            case Noted(log, other, _):
+                return frozenset().union(*noted, *(self.logs[log].drawn for *_, log in beside))
+            case Noted(log, other):
                 return self.logs[log].drawn | self.logs[other].drawn
             case Polled(_, versions):
                 return frozenset().union(*(self.drawn[version] for _, version in versions))
@@ -395,7 +410,7 @@ class Names:
     def renamed_context(self, number: int, renaming: Renaming) -> int:
         """The same with other numbers of sequences."""
         chain = []
-        while not renaming.keys().isdisjoint(self.contexts[number].drawn):
+        while number and self.contexts[number].numbered:
             chain.append(number)
             number = self.contexts[number].before
         for old in reversed(chain):
@@ -404,19 +419,24 @@ class Names:
             number = self.context(number, self._renamed_entry(context.entry, renaming), context.level)
         return number
 
+    def _own(self, drawn: tuple[int, ...], renaming: Renaming) -> tuple[int, ...]:
+        renaming = self.draws.forget(drawn, renaming)
+        return tuple([renaming[number] for number in drawn])
+
     def _renamed_entry(self, entry: Entry, renaming: Renaming) -> Entry:
         log, version, context = self.renamed_log, self.renamed_version, self.renamed_context
         match entry:
             case Did(at, based, others, drawn):
                 others = tuple(sorted(log(other, renaming) for other in others))
-                return Did(log(at, renaming), version(based, renaming), others, _renamed(drawn, renaming))
+                return Did(log(at, renaming), version(based, renaming), others, self._own(drawn, renaming))
             case Waits(at, based, place, drawn):
-                return Waits(log(at, renaming), version(based, renaming), place, _renamed(drawn, renaming))
+                return Waits(log(at, renaming), version(based, renaming), place, self._own(drawn, renaming))
             case Back(based, drawn):
-                return Back(version(based, renaming), _renamed(drawn, renaming))
+                return Back(version(based, renaming), self._own(drawn, renaming))
             case Since(versions, beside):
                 notes = ((context(a, renaming), context(b, renaming), log(at, renaming)) for a, b, at in beside)
-                return Since(frozenset(version(each, renaming) for each in versions), frozenset(notes))
+                past = (version(each, self.draws.forget(self.drawn[each], renaming)) for each in versions)
+                return Since(frozenset(past), frozenset(notes))
             case Noted(at, other, level):
                 return Noted(log(at, renaming), log(other, renaming), level)
             case Polled(resources, versions):
@@ -522,10 +542,6 @@ def shown_by_others(names: Names, seats: Iterable[Seat], resource: str) -> tuple
     """What the others have open on a resource, as far as it can be noticed."""
     found = [names.shown(seat.context(resource)) for seat in seats if seat.open]
     return tuple(sorted(each for each in found if each and each != BEGUN))
-
-
-def _renamed(numbers: Iterable[int], renaming: Renaming) -> tuple[int, ...]:
-    return tuple([renaming.get(number, number) for number in numbers])
 
 
 def _timeless(rows: Iterable[Row]) -> list[tuple[Cell, ...]]:

@@ -260,7 +260,7 @@ class PostgresDatabase:
     def _put_back(self, blob: State) -> bool:
         sequences = self._reader.sequences()
         statements = [
-            f"SELECT setval({oid}::regclass, {value}, {str(called).lower()})"
+            self._moving(oid, value, called)
             for oid, (value, called) in blob.sequences.items()
             if sequences.get(oid) != (value, called)
         ]
@@ -340,8 +340,6 @@ class PostgresDatabase:
         mine = [each for each in self.handles.values() if each.owner is owner and each.pid is not None]
         if not mine:
             return ""
-        if len(mine) == 1 and mine[0].more and mine[0].rests and standing(mine[0].raw) == IN_TRANSACTION:
-            return MORE
         locks = self._ask(
             "SELECT DISTINCT locktype, mode, granted::text, relation::text, concat_ws(' ', classid, objid, objsubid) "
             f"FROM pg_locks WHERE locktype <> 'virtualxid' AND pid IN ({', '.join(str(each.pid) for each in mine)})"
@@ -352,7 +350,6 @@ class PostgresDatabase:
         if any(mode == "SIReadLock" for _, mode, *_ in locks):
             return SERIAL_WRITES if writes else SERIAL
         if writes:
-            mine[0].more = len(mine) == 1
             return MORE
         told = [
             f"{mode} {kind} {relation or ''} {rest}"
@@ -420,18 +417,34 @@ class PostgresDatabase:
             sequence = self._schema.sequences[oid]
             first = max(upcoming, _LARGE + number * _APART)
             counter = SerialCounter(self.name, oid, first, sequence.increment)
-            if sequence.increment > 0 and sequence.lowest <= first and counter.number(_APART) <= sequence.highest:
+            if (
+                sequence.increment > 0
+                and sequence.lowest <= first - 2 * sequence.increment
+                and counter.number(_APART) <= sequence.highest
+            ):
                 counters.append(counter)
-                moved[oid] = (first, False)
+                moved[oid] = (first - sequence.increment, True)
         self._move_sequences(moved)
         return counters
 
     def _move_sequences(self, moved: Mapping[int, tuple[int, bool]]) -> None:
         if not moved:
             return
-        self._ask("; ".join(f"SELECT setval({oid}::regclass, {v}, {str(c).lower()})" for oid, (v, c) in moved.items()))
+        self._ask("; ".join(self._moving(oid, *position) for oid, position in moved.items()))
         self._reader.sequences_are(moved)
         self._log = self._full_log = self._log_position()
+
+    def _moving(self, oid: int, value: int, called: bool) -> str:
+        """Put a sequence there, by drawing the number before the next, where there is one.
+
+        The first number that is drawn after a sequence was moved is logged, with 32 more (sequence.c,
+        nextval_internal), and the transaction gets a number for that. What a delivery holds must not depend on it.
+        """
+        sequence = self._schema.sequences[oid]
+        before = value - sequence.increment
+        if called and sequence.lowest <= before <= sequence.highest:
+            return f"SELECT setval({oid}::regclass, {before}, true), nextval({oid}::regclass)"
+        return f"SELECT setval({oid}::regclass, {value}, {str(called).lower()})"
 
     def _pids(self, owner: object) -> list[int]:
         return [each.pid for each in self.handles.values() if each.owner is owner and each.pid is not None]

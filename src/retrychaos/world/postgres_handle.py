@@ -18,7 +18,6 @@ _HARMLESS = frozenset(
     )
 )
 """First words of the tags of commands that change no schema by themselves."""
-_ENDS = frozenset(("COMMIT", "ROLLBACK"))
 WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
 
 
@@ -38,8 +37,6 @@ class Handle:
     open: bool = False
     """A transaction was open after its last statement."""
     wrote: bool = False
-    more: bool = False
-    """Its open transaction has a number, so it may have locks on rows: that stays so until it ends."""
     lost: bool = False
     owner: object = None
     """The delivery that it belongs to, where several run."""
@@ -52,18 +49,12 @@ class Handle:
     altered: bool = False
     """A command has run in the open transaction that may have changed the schema."""
 
-    @property
-    def rests(self) -> bool:
-        """None of its statements is in the server. Its driver knows that only a moment after one was sent."""
-        return self.cursor is None and not self.commits
-
     def ran(self, words: Sequence[str]) -> None:
         """Commands of these names have run."""
         self.altered = self.altered or not _HARMLESS.issuperset(words)
-        self.more = self.more and _ENDS.isdisjoint(words)
         self.wrote = self.wrote or not WRITERS.isdisjoint(words)
 
     def over(self) -> bool:
         """The transaction ends. Might it have changed the schema?"""
-        altered, self.open, self.altered, self.wrote, self.more = self.altered, False, False, False, False
+        altered, self.open, self.altered, self.wrote = self.altered, False, False, False
         return altered
