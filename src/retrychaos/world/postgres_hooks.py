@@ -121,7 +121,8 @@ class PostgresSource:
             if handle.owner is owner:
                 for raw, good in database.leave(owner):
                     pool = self._of_pool.get(id(raw)) if good else None
-                    if pool is not None and not _is_held(raw):
+                    if pool is not None:
+                        _unlock(raw)
                         self._spare.setdefault(pool, []).append(raw)
                     else:
                         self._left.append((pool, raw))
@@ -559,9 +560,11 @@ class PostgresSource:
         return cursor_class(base, self._statement, lambda: self._stage.running and not self._is_busy)
 
 
-def _is_held(raw: Any) -> bool:
-    """A delivery stands still in the middle of a COMMIT of psycopg 3, which has locked the connection."""
-    return bool(getattr(raw, "lock", None) is not None and raw.lock.locked())
+def _unlock(raw: Any) -> None:
+    """A delivery that died in a COMMIT of psycopg 3 has locked the connection, and keeps that lock until it is unwound:
+    whoever has the connection next gets another one."""
+    if driver_of(raw) == "psycopg" and raw.lock.locked():
+        raw.lock = threading.Lock()
 
 
 def _masked(value: Any, now: float) -> Any:
