@@ -11,12 +11,15 @@ import importlib
 import os
 import select
 import socket
+import time
 import weakref
 from typing import Any, ClassVar, TypeAlias
 
 from retrychaos.model.errors import WorldError
 
 Text: TypeAlias = tuple[str | None, ...]
+
+_perf_counter = time.perf_counter
 
 IDLE, ACTIVE, IN_TRANSACTION, FAILED, UNKNOWN = range(5)
 """How a connection stands, in the numbers of libpq that both drivers use."""
@@ -62,6 +65,8 @@ _MOST_PREPARED = 500
 _PATIENCE = 10.0
 _SHORT = 1.0
 """Seconds in which not a byte comes from a server before it is given up, for the first time and later."""
+_SOON = 0.0003
+"""Seconds in which most answers come. Who sleeps meanwhile is woken later than that: most of a question's time."""
 _GOOD = (1, 2)
 """PGRES_COMMAND_OK and PGRES_TUPLES_OK."""
 
@@ -239,6 +244,10 @@ def _answer(pgconn: Any, sql: bytes, patience: float) -> Any:
 def _await(descriptor: int, writable: bool, patience: float) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | (select.POLLOUT if writable else 0))
+    soon = _perf_counter() + _SOON
+    while _perf_counter() < soon:
+        if poll.poll(0):
+            return
     if not poll.poll(patience * 1000):
         raise LineError(f"the server has not answered for {patience:g} s", silent=True)
 
