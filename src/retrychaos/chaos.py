@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from retrychaos.declared import Files
 from retrychaos.explore.check import Check
 from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError
 from retrychaos.model.options import Options
@@ -59,6 +60,7 @@ class Chaos:
         """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
         self._embedded = _Embedded()
+        self._files = Files(self._embedded.folder / "files")
         self._earlier: list[_Earlier] = []
 
     def __call__(self, **options: Any) -> Chaos:
@@ -119,6 +121,11 @@ class Chaos:
     def redis(self) -> redis.Redis:
         """A redis-py client on a fakeredis server of this test."""
         return self._embedded.redis
+
+    @property
+    def files(self) -> Files:
+        """A temporary folder of this test, whose files belong to the ledger; ``files(path)`` declares another one."""
+        return self._files
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -204,6 +211,7 @@ class Chaos:
             _running = False
             workshop.stop()
             world.close()
+            self._files.check_over()
             if check is not None:
                 check.close()
 
@@ -230,8 +238,9 @@ class Chaos:
             from retrychaos.world.redis import RedisSource
 
             sources.append(RedisSource(world))
-        world.sources = [*sources, escapes]
         world.escapes = escapes
+        world.sources = [*sources, escapes]
+        self._files.furnish(world, workshop)
         workshop.before.append(escapes.before_delivery)
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
@@ -258,15 +267,15 @@ class _Embedded:
 
     def __init__(self) -> None:
         # Named before any check, so that a job that asks for the database first finds the same in every process.
-        self._folder = Path(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{secrets.token_hex(8)}")
+        self.folder = Path(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{secrets.token_hex(8)}")
         self._closers: list[Callable[[], None]] = []
 
     @functools.cached_property
     def sql(self) -> Engine:
         from sqlalchemy import create_engine
 
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        engine = create_engine(f"sqlite:///{self._folder / 'chaos.db'}")
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        engine = create_engine(f"sqlite:///{self.folder / 'chaos.db'}")
         self._closers.append(engine.dispose)
         return engine
 
@@ -286,7 +295,7 @@ class _Embedded:
     def close(self) -> None:
         while self._closers:
             self._closers.pop()()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def job_name(job: Any) -> str:
