@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrychaos.declared import Files
 from retrychaos.explore.check import Check
-from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError
+from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError, LateError
 from retrychaos.model.options import Options
 from retrychaos.model.plan import Leg, Plan
 from retrychaos.model.report import INCONCLUSIVE, Report, Run
@@ -178,11 +178,25 @@ class Chaos:
         question: Callable[[Check], tuple[_Answer, Saved | None]],
     ) -> _Answer:
         """Set up a world, put a question to the job in it, and leave everything as the clean run did, or as it was."""
-        global _running
         _refuse_misuse(job)
         self.options.check_together()
         if _running:
             raise ChaosError("a check is running already in this process: a job under check must not check another.")
+        while True:
+            try:
+                return self._put(name, job, args, kwargs, question)
+            except LateError:
+                self._files.declare()
+
+    def _put(
+        self,
+        name: str,
+        job: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        question: Callable[[Check], tuple[_Answer, Saved | None]],
+    ) -> _Answer:
+        global _running
         _checks[name] += 1
         clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
         world = World(now=clock.now, drew=chance.drew, options=vars(self.options))

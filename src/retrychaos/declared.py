@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from retrychaos.model.errors import OptionError
+from retrychaos.model.errors import LateError, OptionError
 from retrychaos.runtime.delivery import Workshop
 from retrychaos.world.world import World
-
-if TYPE_CHECKING:
-    from retrychaos.world.files import FilesSource
 
 
 class Files:
@@ -25,8 +21,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._declared: list[Path] = []
-        self._make: Callable[[], FilesSource] | None = None
-        self._source: FilesSource | None = None
+        self._world: World | None = None
 
     def __call__(self, path: str | os.PathLike[str]) -> Path:
         """Declare a folder that exists: everything that jobs do below it is seen, and compared.
@@ -34,7 +29,7 @@ class Files:
         Raises OptionError if it is none, or cannot be put back.
         """
         folder = Path(path)
-        if self._make is not None:
+        if self._world is not None:
             raise OptionError(
                 f"files({str(path)!r}) came while a check was running: declare folders before the check, so that every "
                 "delivery finds the same world."
@@ -57,13 +52,16 @@ class Files:
     def path(self) -> Path:
         """The temporary folder."""
         if self._folder not in self._declared:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._declared.insert(0, self._folder)
-            if self._source is not None:
-                self._source.add(str(self._folder))
-            elif self._make is not None:
-                self._source = self._make()
+            if self._world is not None and self._world.recorder is not None:
+                # Functions that the job has looked up by now are the real ones.
+                self._world.refuse(LateError("the job asks for chaos.files"))
+            self.declare()
         return self._folder
+
+    def declare(self) -> None:
+        """Have the temporary folder from now on."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._declared.insert(0, self._folder)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -83,21 +81,17 @@ class Files:
         return getattr(self.path, name)
 
     def furnish(self, world: World, workshop: Workshop) -> None:
-        """A check begins: have the declared folders watched; and one that the job asks for, from then on."""
+        """A check begins: have the declared folders watched."""
+        self._world = world
+        if not self._declared:
+            return
+        from retrychaos.world.files import FilesSource
 
-        def make() -> FilesSource:
-            from retrychaos.world.files import FilesSource
-
-            source = FilesSource(world, map(str, self._declared))
-            world.sources.insert(0, source)
-            world.settling.append(source.reveal)
-            workshop.after.insert(0, source.after_delivery)
-            if world.recorder is not None:
-                source.install()
-            return source
-
-        self._make = make
-        self._source = make() if self._declared else None
+        source = FilesSource(world, map(str, self._declared))
+        world.sources.insert(0, source)
+        world.settling.append(source.reveal)
+        workshop.after.insert(0, source.after_delivery)
 
     def check_over(self) -> None:
-        self._make = self._source = None
+        """Folders may be declared again."""
+        self._world = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _real_close = os.close
-_VALUES = re.compile(r"[0-9a-fA-F]{8,}|\d+")
+_KIND = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
 _PATHS = frozenset({"posixpath", "genericpath", "ntpath", "os"})
 
 
@@ -67,23 +67,22 @@ class FilesSource:
         self.opened: dict[int, Opened] = {}
         self.drawn: list[str] = []
         """Random parts of names that ``tempfile`` has made up in this check."""
+        self._rebound: set[str] = set()
+        """Paths that are ever removed, or come to stand for another file: what is open there may lose its name."""
         self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
         self._folders: Folders | None = None
         self._hooks: Hooks | None = None
         self._ours: set[int] = set()
         for root in roots:
-            self.add(root)
+            self._add(root)
 
-    def add(self, root: str) -> None:
-        """Declare a folder, which exists."""
+    def _add(self, root: str) -> None:
         given, real = os.path.abspath(root), os.path.realpath(root)
         if real in self.roots:
             return
         self.roots.append(real)
         self._as_given += [(each, real) for each in dict.fromkeys((given, real))]
         self.stage.claim_path(real)
-        if self._folders is not None:
-            self._folders.add(real)
 
     # -- Source ------------------------------------------------------------------------------------------------------
 
@@ -220,16 +219,18 @@ class FilesSource:
         see: Callable[[T], object],
         *,
         changes: bool = False,
-        tree: bool = False,
+        tree: Callable[[], bool] | None = None,
         detail: str = "",
     ) -> T:
         """A step: the boundary, what is done, and what the job is told.
 
-        changes: the paths may be others afterwards. tree: and all that lies below them.
+        changes: the paths may be others afterwards. tree: does that go for all that lies below them?
         """
         folders = self.folders
         names = " -> ".join(self._shown_path(path) for path in paths)
-        self.stage.step("file", folders, f"{verb} {_VALUES.sub('#', names)}", f"{verb} {names}{detail}")
+        kinds = " -> ".join(map(_kind, paths))  # names may be drawn at random
+        self.stage.step("file", folders, f"{verb} {kinds}", f"{verb} {names}{detail}")
+        whole = changes and tree is not None and tree()
         try:
             with self.aside():
                 done = do()
@@ -238,7 +239,7 @@ class FilesSource:
             raise
         finally:
             if changes:
-                folders.mark(paths, tree)
+                folders.mark(paths, whole)
         if changes:
             now = self.stage.now()
             for path in paths:
@@ -262,7 +263,9 @@ class FilesSource:
             self.folders.temporary[path] = (token, self.stage.owner)
 
     def moved(self, path: str) -> None:
-        """There is nothing under that name any more."""
+        """There is nothing under that name any more, or something else."""
+        self._rebound.add(path)
+        self.folders.rebound()
         for known in list(self.folders.temporary):
             if known == path or known.startswith(path + os.sep):
                 del self.folders.temporary[known]
@@ -276,10 +279,10 @@ class FilesSource:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _shown(self, owner: object) -> str:
-        """What others can notice of a delivery: its locks; and that it has files open, which may get another name."""
+        """What others can notice of a delivery: its locks; and that it has a file open which may lose its name."""
         mine = [opened for opened in self.opened.values() if opened.owner is owner]
         locks = sorted(f"{opened.path}: {lock}" for opened in mine for lock in opened.locks.values())
-        return "; ".join(locks) or ("open" if mine else "")
+        return "; ".join(locks) or ("open" if any(opened.path in self._rebound for opened in mine) else "")
 
     def _close_all(self, which: Callable[[Opened], bool]) -> None:
         for fd, opened in list(self.opened.items()):
@@ -309,6 +312,11 @@ def by_harness(depth: int) -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__") in _PATHS:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith("retrychaos.")
+
+
+def _kind(path: str) -> str:
+    found = _KIND.search(path)
+    return f"*{found[0]}" if found else "*"
 
 
 def briefly(data: Any) -> str:

@@ -45,14 +45,9 @@ class Folders:
         self.version = Version({})
         self.commits = 0
         for root in roots:
-            self.add(root)
+            self._disks[root] = Disk(root)
         self._read_all()
         self.version = self._built()
-
-    def add(self, root: str) -> None:
-        """One folder more, which nobody has touched yet."""
-        self._disks[root] = Disk(root)
-        self._states[root] = {}
 
     # -- what the source tells ---------------------------------------------------------------------------------------
 
@@ -60,6 +55,11 @@ class Folders:
         """These paths may be others now, by a step that was just done; or a whole tree."""
         self._dirty.update(paths)
         self._all_dirty = self._all_dirty or everything
+        self._stage.touched(self)
+
+    def rebound(self) -> None:
+        """A name stands for another file now, also if that looks the same: who has the old one open writes there."""
+        self.commits += 1
         self._stage.touched(self)
 
     def note(self, text: str) -> None:
@@ -125,7 +125,6 @@ class Folders:
     def refresh(self) -> Version:
         if not self._dirty and not self._all_dirty:
             return self.version
-        self.commits += 1
         dirty, self._dirty = self._dirty, set()
         if self._all_dirty:
             self._all_dirty = False
@@ -229,6 +228,8 @@ class Folders:
             self._refuse(problem)
         states = self._states[root]
         old = states.get(path)
+        if (old is None) is not (state is None):
+            self.commits += 1
         if state is None:
             states.pop(path, None)
             changed = old is not None

@@ -9,6 +9,7 @@ import builtins
 import io
 import logging
 import os
+import stat
 import sys
 import tempfile
 import types
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from retrychaos.world.files import FilesSource
 
 _SUPPORTS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
+_fstat = os.fstat
 _CREATES = os.O_CREAT | os.O_EXCL
 _WRITES = os.O_CREAT | os.O_TRUNC
 _TMPFILE: int = getattr(os, "O_TMPFILE", 0)
@@ -117,7 +119,7 @@ class Hooks:
             path = source.place(file, follow=True)
             if path is None or not is_valid(file, mode, buffering, encoding, errors, newline, closefd):
                 return plainly()
-            if sys._getframe(1).f_globals.get("__name__") == "logging":
+            if sys._getframe(2).f_globals.get("__name__") == "logging":
                 self._note_log(path)
             if path in self.logs:
                 return plainly()
@@ -169,21 +171,16 @@ def _os_open(source: FilesSource, original: Any) -> Any:
         full = source.place(path, dir_fd, follow=not flags & os.O_EXCL) if source.watching else None
         if full is None or source.is_log(full) or (_TMPFILE and flags & _TMPFILE == _TMPFILE):
             return do()
-        if flags & os.O_DIRECTORY or os.path.isdir(full):
-            fd = do()  # what is in it is looked at later
-            source.opening(fd, full)
-            return fd
-        existed = os.path.lexists(full)
-        fd = source.act("open", (full,), do, lambda fd: os.fstat(fd).st_size, changes=bool(flags & _WRITES))
+        fd = source.act("open", (full,), do, _seen_size, changes=bool(flags & _WRITES))
         source.opening(fd, full)
-        if not existed and flags & _CREATES == _CREATES:
+        if flags & _CREATES == _CREATES:
             source.made(full)
         return fd
 
     return open
 
 
-def _change(verb: str, *, tree: bool = False, gone: bool = False, made: bool = False, follow: bool = False) -> _Maker:
+def _change(verb: str, *, gone: bool = False, made: bool = False, follow: bool = False) -> _Maker:
     """A function of one path that changes what is there."""
 
     def make(source: FilesSource, original: Any) -> Any:
@@ -195,9 +192,8 @@ def _change(verb: str, *, tree: bool = False, gone: bool = False, made: bool = F
                 verb,
                 (where,),
                 lambda: original(path, *args, **kwargs),
-                lambda _: None,
+                _nothing,
                 changes=True,
-                tree=tree,
             )
             if gone:
                 source.moved(where)
@@ -225,8 +221,7 @@ def _pair(verb: str, *, gone: bool) -> _Maker:
             paths = tuple(path for path in (one, two) if path is not None)
             if not paths:
                 return do()
-            tree = gone and any(map(os.path.isdir, paths))
-            done = source.act(verb, paths, do, lambda _: None, changes=True, tree=tree)
+            done = source.act(verb, paths, do, _nothing, changes=True, tree=lambda: any(map(os.path.isdir, paths)))
             if gone and one is not None:
                 source.moved(one)
             if two is not None:
@@ -246,8 +241,9 @@ def _symlink(source: FilesSource, original: Any) -> Any:
 
         where = source.place(dst, dir_fd) if source.watching else None
         if where is None:
-            return do()
-        return source.act("symlink", (where,), do, lambda _: None, changes=True)
+            do()
+        else:
+            source.act("symlink", (where,), do, _nothing, changes=True)
 
     return symlink
 
@@ -268,9 +264,13 @@ def _look(verb: str, see: Callable[[Any], object], follow: bool = False) -> _Mak
     return make
 
 
-def _seen_stat(found: os.stat_result) -> object:
+def _seen_stat(found: os.stat_result) -> tuple[int, int, int]:
     """Not the times: they are those of the clock. Nor the inode: it has no meaning."""
-    return found.st_mode, found.st_nlink, found.st_size if not os.path.stat.S_ISDIR(found.st_mode) else 0  # type: ignore[attr-defined]
+    return found.st_mode, found.st_nlink, 0 if stat.S_ISDIR(found.st_mode) else found.st_size
+
+
+def _seen_size(fd: int) -> object:
+    return _seen_stat(_fstat(fd))[2]
 
 
 class _Entries:

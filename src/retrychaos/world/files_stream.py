@@ -92,14 +92,16 @@ class Stream(io.FileIO):
     def readall(self) -> bytes:
         if not self._reports:
             return bytes(super().readall())
-        return self.source.act("read", (self.path,), lambda: bytes(super(Stream, self).readall()), digest)
+        data: bytes = self.source.act("read", (self.path,), lambda: super(Stream, self).readall(), digest)
+        return data
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             return self.readall()
         if not self._reports:
             return bytes(super().read(size))
-        return self.source.act("read", (self.path,), lambda: bytes(super(Stream, self).read(size)), digest)
+        data: bytes = self.source.act("read", (self.path,), lambda: super(Stream, self).read(size), digest)
+        return data
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         if whence != os.SEEK_END or not self._reports:
