@@ -198,8 +198,11 @@ class FilesSource:
                 return None
             name = os.path.join(base, name)
         full = os.path.normpath(name)
-        if not any(full == given or full.startswith(given + os.sep) for given, _ in self._as_given):
+        root = next((each for each in self._as_given if full == each[0] or full.startswith(each[0] + os.sep)), None)
+        if root is None:
             return None
+        if self._folders is not None and not self._folders.links:
+            return root[1] + full[len(root[0]) :]
         with self.aside():
             if follow and os.path.islink(full):
                 full = os.path.realpath(full)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Relation, Row, Version
-from retrychaos.world.files_contents import COLUMNS, FOLDER, Disk, PathState, States, TooMuch, rows, stamp
+from retrychaos.world.files_contents import COLUMNS, FOLDER, LINK, Disk, PathState, States, TooMuch, rows, stamp
 from retrychaos.world.resource import Blob, Resource, Stage
 
 NAME = "files"
@@ -42,6 +42,8 @@ class Folders:
         self.temporary: dict[str, tuple[str, object]] = {}
         """Path of a file or folder that is the private matter of a delivery -> the random part of its name, and whose
         it is."""
+        self.links = False
+        """There are, or were, symbolic links in there."""
         self.version = Version({})
         self.commits = 0
         for root in roots:
@@ -228,6 +230,7 @@ class Folders:
             self._refuse(problem)
         states = self._states[root]
         old = states.get(path)
+        self.links = self.links or (state is not None and state.kind == LINK)
         if (old is None) is not (state is None):
             self.commits += 1
         if state is None:
@@ -248,6 +251,7 @@ class Folders:
             except TooMuch as problem:
                 self._refuse(problem)
             self._states[root] = now
+            self.links = self.links or any(state.kind == LINK for state in now.values())
             changed = True
         return changed
 

@@ -243,6 +243,7 @@ def _symlink(source: FilesSource, original: Any) -> Any:
         if where is None:
             do()
         else:
+            source.folders.links = True
             source.act("symlink", (where,), do, _nothing, changes=True)
 
     return symlink

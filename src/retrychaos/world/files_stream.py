@@ -152,6 +152,7 @@ def open_stream(
     """As io.open(), with a raw file that reports. Call it only if is_valid()."""
     binary = "b" in mode
     raw_mode = next(each for each in "rwxa" if each in mode) + ("+" if "+" in mode else "")
+    file = file if isinstance(file, int) else os.fspath(file)  # as errors and repr() show it
     raw = _opened(source, path, file, raw_mode, closefd, opener)
     result: Any = raw
     try:
