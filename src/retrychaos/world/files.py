@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import string
 import sys
 import threading
 import weakref
@@ -275,9 +276,11 @@ class FilesSource:
 
     def draw(self) -> str:
         """The random part of a name, for ``tempfile``: recognised later, unlike its own."""
-        token = f"_{os.urandom(4).hex()}"
+        token = ""
+        while not token.strip(string.digits):  # one that is not taken for a number
+            token = os.urandom(6).hex()
         self.drawn.append(token)
-        return token
+        return f"_{token}"
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -114,8 +114,13 @@ class Disk:
     def full(self, path: str) -> str:
         return os.path.join(self.root, path)
 
-    def read_all(self, skip: frozenset[str] | set[str] = frozenset()) -> dict[str, PathState]:
-        """Everything below the folder, in a steady order. Raises TooMuch."""
+    def read_all(
+        self, skip: frozenset[str] | set[str] = frozenset(), *, all_sizes: bool = False
+    ) -> dict[str, PathState]:
+        """Everything below the folder, in a steady order. Raises TooMuch.
+
+        all_sizes: what is too large is there, but its content is not told.
+        """
         found: dict[str, PathState] = {}
         folders = [""]
         while folders:
@@ -126,7 +131,12 @@ class Disk:
                 path = os.path.join(folder, name)
                 if path in skip:
                     continue
-                state = self.read(path)
+                try:
+                    state = self.read(path)
+                except TooMuch:
+                    if not all_sizes:
+                        raise
+                    state = PathState(FILE, -1, b"", 0)
                 if state is None:
                     continue
                 found[path] = state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Relation, Row, Version
@@ -80,7 +80,7 @@ class Folders:
         if not mine:
             return
         for root, disk in self._disks.items():
-            there = disk.read_all(self._skipped(root))
+            there = disk.read_all(self._skipped(root), all_sizes=True)
             gone = {path for path in there if self._is_private(disk.full(path), mine)}
             disk.put_back(there, {path: state for path, state in there.items() if path not in gone})
             self._states[root] = {path: state for path, state in self._states[root].items() if path not in gone}
@@ -154,10 +154,9 @@ class Folders:
         for root, disk in self._disks.items():
             wanted: States = blob.get(root, {})
             try:
-                there = disk.read_all(self._skipped(root))
-                disk.put_back(there, wanted)
+                disk.put_back(disk.read_all(self._skipped(root), all_sizes=True), wanted)
             except TooMuch as problem:
-                self._refuse(problem)
+                self._give_up(problem)
             except OSError as problem:
                 raise WorldError(
                     f"{root} could not be put back into the state before a delivery ({problem}), and without that a "
@@ -227,7 +226,8 @@ class Folders:
         try:
             state = self._disks[root].read(path)
         except TooMuch as problem:
-            self._refuse(problem)
+            self._give_up(problem)
+            return False
         states = self._states[root]
         old = states.get(path)
         self.links = self.links or (state is not None and state.kind == LINK)
@@ -249,7 +249,8 @@ class Folders:
             try:
                 now = disk.read_all(self._skipped(root))
             except TooMuch as problem:
-                self._refuse(problem)
+                self._give_up(problem)
+                continue
             self._states[root] = now
             self.links = self.links or any(state.kind == LINK for state in now.values())
             changed = True
@@ -288,10 +289,11 @@ class Folders:
             known = self._relations[key] = Relation(NAME, COLUMNS, key)
         return Version({NAME: known})
 
-    def _refuse(self, problem: TooMuch) -> NoReturn:
-        self._stage.refuse(
-            WorldError(
-                f"{problem}: a check keeps a copy of the folder for every state that a crash can leave, and this would "
-                "be too much. Let the job write less under test, or declare a smaller folder."
-            )
+    def _give_up(self, problem: TooMuch) -> None:
+        refusal = WorldError(
+            f"{problem}: a check keeps a copy of the folder for every state that a crash can leave, and this would be "
+            "too much. Let the job write less under test, or declare a smaller folder."
         )
+        if not self._stage.running:
+            raise refusal
+        self._stage.fail(refusal)
