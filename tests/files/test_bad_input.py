@@ -91,6 +91,7 @@ def test_everything_is_put_back_when_a_check_fails(chaos: Chaos, tmp_path: Path)
     assert os.readlink(folder / "link") == "old"
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_errors_and_values_are_python_s_own(chaos: Chaos, folder: Path) -> None:
     calls: tuple[Any, ...] = (
         lambda: open(folder / "none"),
