@@ -136,3 +136,24 @@ def test_an_overwritten_file_can_be_emptied_by_a_dead_duplicate(folder: Path, ra
 
     raced(job, "failed", "lost")
     raced(job, "proven", crashes=0)
+
+
+def test_the_temporary_files_of_others_are_met_in_a_listing(folder: Path, raced: Judged) -> None:
+    (folder / "1.csv").write_text("a")
+    (folder / "2.csv").write_text("b")
+
+    def merge(pattern: str) -> None:
+        content = "".join(sorted(path.read_text() for path in folder.glob(pattern) if path.name != "all"))
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, folder / "all")
+
+    def right() -> None:
+        merge("*.csv")
+
+    def wrong() -> None:
+        merge("*")
+
+    raced(right, "proven")
+    (folder / "all").unlink()
+    raced(wrong, "failed", crashes=0)

@@ -68,6 +68,8 @@ class FilesSource:
         self.opened: dict[int, Opened] = {}
         self.drawn: list[str] = []
         """Random parts of names that ``tempfile`` has made up in this check."""
+        self.listed: set[str] = set()
+        """Folders in which a job has ever looked what there is: there it meets the temporary files of others."""
         self._rebound: set[str] = set()
         """Paths that are ever removed, or come to stand for another file: what is open there may lose its name."""
         self._gone: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -288,7 +290,12 @@ class FilesSource:
         """What others can notice of a delivery: its locks; and that it has a file open which may lose its name."""
         mine = [opened for opened in self.opened.values() if opened.owner is owner]
         locks = sorted(f"{opened.path}: {lock}" for opened in mine for lock in opened.locks.values())
-        return "; ".join(locks) or ("open" if any(opened.path in self._rebound for opened in mine) else "")
+        temporary = self._folders.temporary if self._folders is not None else {}
+        met = [
+            path for path, (_, maker) in temporary.items() if maker is owner and os.path.dirname(path) in self.listed
+        ]
+        shown = [*locks, *(f"{path}: {self.folders.content_of(path)}" for path in sorted(met))]
+        return "; ".join(shown) or ("open" if any(opened.path in self._rebound for opened in mine) else "")
 
     def _close_all(self, which: Callable[[Opened], bool]) -> None:
         for fd, opened in list(self.opened.items()):

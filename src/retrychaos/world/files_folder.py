@@ -7,6 +7,7 @@ stands in other committed data.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -216,6 +217,17 @@ class Folders:
             if full.startswith(root + os.sep):
                 return root, full[len(root) + 1 :]
         return None
+
+    def content_of(self, full: str) -> str:
+        """Stands for what is under a path, and below it."""
+        self.refresh()
+        below = [
+            (path, state.mode, state.data)
+            for root, states in self._states.items()
+            for path, state in states.items()
+            if self._is_private(self._disks[root].full(path), [full])
+        ]
+        return hashlib.blake2b(repr(below).encode(), digest_size=8).hexdigest()
 
     def _look_at(self, full: str) -> bool:
         """Read one path again; True if it makes another version."""

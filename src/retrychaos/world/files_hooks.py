@@ -275,11 +275,11 @@ def _seen_size(fd: int) -> object:
 
 
 class _Entries:
-    """What os.scandir() returns, read at once."""
+    """What os.scandir() returns, read at once, and in the same order every time: that of the disk changes by itself."""
 
     def __init__(self, entries: Any) -> None:
         with entries:
-            self.entries = list(entries)
+            self.entries = sorted(entries, key=lambda entry: entry.name)
         self._left = iter(self.entries)
 
     def seen(self) -> object:
@@ -301,11 +301,23 @@ class _Entries:
         self._left = iter(())
 
 
+def _listdir(source: FilesSource, original: Any) -> Any:
+    def listdir(path: Any = ".") -> Any:
+        where = source.place(path if path is not None else ".", follow=True) if source.watching else None
+        if where is None or by_harness(2):
+            return original(path)
+        source.listed.add(where)
+        return source.act("list", (where,), lambda: sorted(original(path)), list)
+
+    return listdir
+
+
 def _scandir(source: FilesSource, original: Any) -> Any:
     def scandir(path: Any = ".") -> Any:
         where = source.place(path if path is not None else ".") if source.watching else None
         if where is None or by_harness(2):
             return original(path)
+        source.listed.add(where)
         return source.act("list", (where,), lambda: _Entries(original(path)), lambda entries: entries.seen())
 
     return scandir
@@ -388,7 +400,7 @@ _MAKERS: tuple[tuple[str, _Maker], ...] = (
     ("lstat", _look("stat", _seen_stat)),
     ("access", _look("access", _itself, follow=True)),
     ("readlink", _look("readlink", _itself)),
-    ("listdir", _look("list", lambda names: list(names), follow=True)),
+    ("listdir", _listdir),
     ("scandir", _scandir),
     ("write", _on_fd("write", _itself, changes=True)),
     ("writev", _on_fd("write", _itself, changes=True)),

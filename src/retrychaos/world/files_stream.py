@@ -39,6 +39,7 @@ class Stream(io.FileIO):
         opened = self._opened
         if opened is not None:
             opened.stream = weakref.ref(self)
+            self.path = opened.path  # an opener may open something else than it was asked for
 
     def take(self) -> None:
         """It was opened by a step of its own."""
