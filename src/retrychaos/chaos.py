@@ -28,6 +28,8 @@ from retrychaos.runtime.clock import Clock
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.world.calls import MISSING, Calls, Watched
 from retrychaos.world.escapes import Escapes
+from retrychaos.world.mail import Mails
+from retrychaos.world.mailbox import Mailbox
 from retrychaos.world.resource import Source
 from retrychaos.world.world import Again, Saved, World
 
@@ -60,6 +62,7 @@ class Chaos:
         """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
         self._embedded = _Embedded()
+        self._mailbox = Mailbox()
         self._files = Files(self._embedded.folder / "files")
         self._earlier: list[_Earlier] = []
 
@@ -126,6 +129,11 @@ class Chaos:
     def files(self) -> Files:
         """A temporary folder of this test, whose files belong to the ledger; ``files(path)`` declares another one."""
         return self._files
+
+    @property
+    def mail(self) -> Mailbox:
+        """The mails of the clean run, after a check. Jobs reach it instead of any SMTP server."""
+        return self._mailbox
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +209,12 @@ class Chaos:
         clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
         world = World(now=clock.now, drew=chance.drew, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
-        self._furnish(world, workshop)
+        mails = self._furnish(world, workshop)
+
+        def clean_run_done() -> None:
+            self._calls.clean_run_done()
+            mails.clean_run_done()
+
         this = Job(job, args, kwargs)
         world.again = next((earlier.again for earlier in self._earlier if _same(earlier.job, this)), None)
         self._embedded.let_go()
@@ -210,7 +223,7 @@ class Chaos:
         try:
             workshop.start()
             world.adopt(self._calls)
-            check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
+            check = Check(name, this, self.options, workshop, clean_run_done)
             try:
                 check.begin()
                 answer, clean = question(check)
@@ -236,12 +249,13 @@ class Chaos:
         world.restore(state)
         world.land(clock.ahead())
 
-    def _furnish(self, world: World, workshop: Workshop) -> None:
+    def _furnish(self, world: World, workshop: Workshop) -> Mails:
         """Every source whose library is installed; a job may import it as late as it likes."""
         escapes = Escapes(world, self._calls)
         for stream in self.streams:
             escapes.claim_stream(stream)
-        sources: list[Source] = [self._calls]
+        mails = Mails(world, self._mailbox)
+        sources: list[Source] = [self._calls, mails]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
@@ -259,6 +273,7 @@ class Chaos:
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
+        return mails
 
 
 @dataclass(frozen=True)
