@@ -6,9 +6,11 @@ Only if somebody listens on this very machine, that is who is meant; then the cl
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import smtplib
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -73,6 +75,11 @@ class _Envelopes:
 def _bytes(message: Any) -> bytes:
     data = message if isinstance(message, bytes) else str(message).encode("ascii", "replace")
     return data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
+
+def _asking_once(original: Any) -> Any:
+    """Mails carry the name of the machine. A name server takes longer to tell it than a job that sends one."""
+    return functools.cache(original)
 
 
 # -- smtplib ---------------------------------------------------------------------------------------------------------
@@ -214,6 +221,7 @@ def hook_smtplib(mails: Mails) -> Callable[[], None]:
 
         return data
 
+    patches.set(socket, "getfqdn", _asking_once)
     patches.set(smtplib.SMTP, "_get_socket", get_socket(False))
     if hasattr(smtplib, "SMTP_SSL"):
         patches.set(smtplib.SMTP_SSL, "_get_socket", get_socket(True))
@@ -316,6 +324,12 @@ def hook_aiosmtplib(mails: Mails) -> Callable[[], None]:
 
         return _create_connection
 
+    def tls_context(original: Any) -> Any:
+        async def _get_tls_context(client: Any) -> Any:
+            return _NoTls() if isinstance(client.loop, _Loop) else await original(client)
+
+        return _get_tls_context
+
     def noting(note: Callable[[Any, str], None]) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
             async def command(client: Any, address: str, *args: Any, **kwargs: Any) -> Any:
@@ -341,6 +355,8 @@ def hook_aiosmtplib(mails: Mails) -> Callable[[], None]:
         return data
 
     patches.set(client_class, "_create_connection", create_connection)
+    if "_get_tls_context" in vars(client_class):  # which takes long, and is not needed
+        patches.set(client_class, "_get_tls_context", tls_context)
     patches.set(client_class, "mail", noting(envelopes.begin))
     patches.set(client_class, "rcpt", noting(envelopes.add))
     patches.set(client_class, "data", data)
