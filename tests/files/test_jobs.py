@@ -297,6 +297,25 @@ def test_a_result_under_a_temporary_name_counts(chaos: Chaos, folder: Path, judg
     judged(registered, "proven")
 
 
+def test_a_temporary_file_that_was_sent_somewhere(chaos: Chaos, folder: Path, judged: Judged) -> None:
+    class Store:
+        def upload(self, path: str, key: str) -> None: ...
+
+    store = Store()
+    chaos.watch(store, "upload", result=None, key="key")
+
+    def job() -> None:
+        with tempfile.NamedTemporaryFile("w", dir=folder) as file:
+            file.write("data")
+            file.flush()
+            store.upload("invoice", key="invoice-1")
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write("data")
+        os.unlink(file.name)
+
+    judged(job, "proven")
+
+
 # -- the limits of the folder ----------------------------------------------------------------------------------------
 
 

@@ -101,9 +101,9 @@ class Folders:
         version = resource.version
         known = self._searched.get(id(version))
         if known is None or known[0] is not version:
-            words = {
-                str(cell) for relation in version.relations.values() for row in relation.rows for cell in row if cell
-            }
+            # What went outside is nothing that anybody looks up.
+            kept = [relation for relation in version.relations.values() if not relation.external]
+            words = {str(cell) for relation in kept for row in relation.rows for cell in row if cell}
             known = self._searched[id(version)] = (version, words)
         return any(token in word for word in known[1])
 

@@ -341,21 +341,21 @@ def _on_fd(verb: str, see: Callable[[Any], object], *, changes: bool) -> _Maker:
     return make
 
 
-def _copy(verb: str, out_first: bool) -> _Maker:
-    """From one descriptor to another, in the kernel."""
+def _copy(verb: str, out: int, into: int) -> _Maker:
+    """From one descriptor to another, in the kernel. `out` and `into` say where they stand among the arguments."""
 
     def make(source: FilesSource, original: Any) -> Any:
-        def copy(one: int, other: int, *args: Any, **kwargs: Any) -> Any:
-            out, into = (one, other) if out_first else (other, one)
-            target = source.opened.get(out) if source.watching else None
-            origin = source.opened.get(into) if source.watching else None
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            seen = source.watching and len(args) > 1
+            target = source.opened.get(args[out]) if seen else None
+            origin = source.opened.get(args[into]) if seen else None
             paths = tuple(opened.path for opened in (origin, target) if opened is not None)
             if not paths:
-                return original(one, other, *args, **kwargs)
+                return original(*args, **kwargs)
             return source.act(
                 verb,
                 paths,
-                lambda: original(one, other, *args, **kwargs),
+                lambda: original(*args, **kwargs),
                 lambda size: size,
                 changes=target is not None,
             )
@@ -412,6 +412,6 @@ _MAKERS: tuple[tuple[str, _Maker], ...] = (
     ("read", _on_fd("read", digest, changes=False)),
     ("pread", _on_fd("read", digest, changes=False)),
     ("fstat", _on_fd("stat", _seen_stat, changes=False)),
-    ("sendfile", _copy("copy", out_first=True)),
-    ("copy_file_range", _copy("copy", out_first=False)),
+    ("sendfile", _copy("copy", out=0, into=1)),
+    ("copy_file_range", _copy("copy", out=1, into=0)),
 )
