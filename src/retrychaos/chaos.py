@@ -254,7 +254,7 @@ class Chaos:
         escapes = Escapes(world, self._calls)
         for stream in self.streams:
             escapes.claim_stream(stream)
-        mails = Mails(world, self._mailbox)
+        mails = Mails(world, self._mailbox, self._calls)
         sources: list[Source] = [self._calls, mails]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.postgres_hooks import PostgresSource

@@ -108,6 +108,34 @@ def test_async_senders(judged: Judged, chaos: Chaos) -> None:
     judged(job, "proven", tolerate=["mail"], duplicates=2)
 
 
+def test_a_mail_inside_of_a_watched_call_is_covered_by_it(chaos: Chaos, judged: Judged) -> None:
+    class Mailer:
+        def send(self, to: str, key: str) -> None:
+            send(letter(to))
+
+    mailer = Mailer()
+    chaos.watch(mailer, "send", key="key")
+
+    def job() -> None:
+        mailer.send("ann@example.com", key="welcome ann")
+
+    judged(job, "proven")
+    assert len(chaos.mail) == 1
+
+
+def test_only_the_other_client_is_there() -> None:
+    code = """
+import asyncio, sys, aiosmtplib, retrychaos
+for name in ("smtplib", "retrychaos.world.mail_clients"):
+    sys.modules.pop(name, None)
+def job():
+    asyncio.run(aiosmtplib.send("Subject: hi", sender="a@x.y", recipients=["b@x.y"], hostname="smtp.example.com"))
+with retrychaos.Chaos(duplicates=1) as chaos:
+    assert chaos.explore(job).findings[0].effect == "mail"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.fixture
 def server() -> Iterator[Any]:
     """A mail server of the test's own."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import fnmatch
 import importlib.machinery
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.model.values import short
+from retrychaos.world.calls import Calls
 from retrychaos.world.mailbox import COLUMNS, Mail, Mailbox
 from retrychaos.world.resource import Blob, Stage
 
@@ -29,8 +31,9 @@ class Mails:
     label = "mail"
     alone = ""
 
-    def __init__(self, stage: Stage, mailbox: Mailbox) -> None:
+    def __init__(self, stage: Stage, mailbox: Mailbox, calls: Calls | None = None) -> None:
         self.stage = stage
+        self._calls = calls
         self.mailbox = mailbox
         self.commits = 0
         self._rows: tuple[Row, ...] = ()
@@ -59,6 +62,8 @@ class Mails:
                 self._undo.append(_when_imported(client, self._hook))
 
     def _hook(self, client: str) -> None:
+        import smtplib  # noqa: F401  # first, for it is hooked as soon as somebody imports it
+
         from retrychaos.world import mail_clients
 
         hook = mail_clients.hook_smtplib if client == "smtplib" else mail_clients.hook_aiosmtplib
@@ -89,12 +94,19 @@ class Mails:
     def watching(self) -> bool:
         return self.stage.running
 
+    @property
+    def _covered(self) -> bool:
+        """Inside a watched call, whose declaration says what counts."""
+        return self._calls is not None and self._calls.inside(threading.get_ident())
+
     def accept(self, mail: Mail) -> None:
         """A step: the boundary, and then the mail has arrived."""
         self.before(mail.recipients, mail.subject)
         self.after(mail)
 
     def before(self, recipients: Sequence[str], subject: str) -> None:
+        if self._covered:
+            return
         if self.stage.find(NAME) is None:
             self.stage.adopt(self)
         detail = f"mail to {', '.join(recipients)}: {short(subject, 60)}"
@@ -102,6 +114,8 @@ class Mails:
 
     def after(self, mail: Mail) -> None:
         self._log.append(mail)
+        if self._covered:
+            return
         if self._counts(mail.row):
             self._rows = (*self._rows, mail.row)
         self.commits += 1
