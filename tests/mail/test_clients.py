@@ -6,6 +6,8 @@ import smtplib
 import socket
 import threading
 from collections.abc import Callable
+from email.message import EmailMessage
+from email.utils import make_msgid
 from typing import Any
 
 import pytest
@@ -160,3 +162,13 @@ def test_mails_of_all_kinds() -> None:
     one, two = (Mail("a@x.y", ("b@x.y",), bytes(letter())) for _ in range(2))
     assert one.data != two.data and one.row == two.row
     assert Mail("a@x.y", ("b@x.y",), bytes(letter(subject="other"))).row != one.row
+
+
+def test_ids_by_which_parts_name_each_other() -> None:
+    def inline(picture: bytes) -> Mail:
+        message, name = EmailMessage(), make_msgid()
+        message.set_content(f'<img src="cid:{name[1:-1]}">', subtype="html")
+        message.add_related(picture, "image", "png", cid=name)
+        return Mail("a@x.y", ("b@x.y",), bytes(message))
+
+    assert inline(b"1").row == inline(b"1").row != inline(b"2").row

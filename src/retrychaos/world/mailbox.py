@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -53,8 +53,17 @@ class Mail:
             if name.lower() not in _VOLATILE and not name.lower().startswith("content-") and name.lower() != "subject"
         )
         main = self.message.get_body(("plain", "html"))
-        rest = tuple(_part(part) for part in self.message.walk() if part is not main and not part.is_multipart())
-        return (", ".join(sorted(self.recipients)), self.subject, self.body, self.sender, headers, rest)
+        parts = [part for part in self.message.walk() if part is not main and not part.is_multipart()]
+        ids = [str(part.get("Content-ID", "")).strip().strip("<>") for part in parts]
+
+        def named(text: str) -> str:
+            """The ids by which the parts of a mail name each other are drawn for each."""
+            for number, name in enumerate(ids):
+                text = text.replace(f"cid:{name}", f"cid:part {number}") if name else text
+            return text
+
+        rest = tuple(_part(part, named) for part in parts)
+        return (", ".join(sorted(self.recipients)), self.subject, named(self.body), self.sender, headers, rest)
 
     def __repr__(self) -> str:
         return f"<mail to {', '.join(self.recipients)}: {self.subject}>"
@@ -70,10 +79,10 @@ def _text(part: Any) -> str:
     return str(content).replace("\r\n", "\n")
 
 
-def _part(part: Any) -> Cell:
+def _part(part: Any, named: Callable[[str], str]) -> Cell:
     kind, name = part.get_content_type(), part.get_filename() or ""
     if kind.startswith("text/"):
-        return (kind, name, _text(part))
+        return (kind, name, named(_text(part)))
     payload = part.get_payload(decode=True)
     data = payload if isinstance(payload, bytes) else repr(part.get_payload()).encode()
     return (kind, name, f"{len(data)} bytes", hashlib.blake2b(data, digest_size=16).hexdigest())
