@@ -35,6 +35,9 @@ _KIND = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
 _PATHS = frozenset({"posixpath", "genericpath", "ntpath", "os"})
 
 
+SHARED, EXCLUSIVE = "shared", "exclusive"
+
+
 @dataclass(eq=False)
 class Opened:
     """A descriptor that a delivery has open below a declared folder."""
@@ -68,6 +71,8 @@ class FilesSource:
         self.opened: dict[int, Opened] = {}
         self.drawn: list[str] = []
         """Random parts of names that ``tempfile`` has made up in this check."""
+        self.exclusive: set[str] = set()
+        """Files on which a job has ever asked for a lock that locks others out. Elsewhere nobody notices a shared one."""
         self.listed: set[str] = set()
         """Folders in which a job has ever looked what there is: there it meets the temporary files of others."""
         self._rebound: set[str] = set()
@@ -289,7 +294,12 @@ class FilesSource:
     def _shown(self, owner: object) -> str:
         """What others can notice of a delivery: its locks; and that it has a file open which may lose its name."""
         mine = [opened for opened in self.opened.values() if opened.owner is owner]
-        locks = sorted(f"{opened.path}: {lock}" for opened in mine for lock in opened.locks.values())
+        locks = sorted(
+            f"{opened.path}: {lock}"
+            for opened in mine
+            for lock in opened.locks.values()
+            if lock == EXCLUSIVE or opened.path in self.exclusive
+        )
         temporary = self._folders.temporary if self._folders is not None else {}
         met = [
             path for path, (_, maker) in temporary.items() if maker is owner and os.path.dirname(path) in self.listed

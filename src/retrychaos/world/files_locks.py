@@ -17,6 +17,8 @@ try:
 except ImportError:  # pragma: no cover - Windows
     fcntl = None  # type: ignore[assignment]
 
+from retrychaos.world.files import EXCLUSIVE, SHARED
+
 if TYPE_CHECKING:
     from retrychaos.world.files import FilesSource, Opened
 
@@ -69,7 +71,9 @@ def _lock(source: FilesSource, opened: Opened, name: str, how: int, ask: Callabl
         opened.locks.pop(name, None)
         ask(how)
         return
-    kind = "shared" if how & fcntl.LOCK_SH else "exclusive"
+    kind = SHARED if how & fcntl.LOCK_SH else EXCLUSIVE
+    if kind == EXCLUSIVE:
+        source.exclusive.add(opened.path)
     source.act(f"lock ({kind})", (opened.path,), lambda: _wait(source, how, ask), lambda _: None)
     opened.locks[name] = kind
 
