@@ -72,7 +72,7 @@ class FilesSource:
         self.drawn: list[str] = []
         """Random parts of names that ``tempfile`` has made up in this check."""
         self.exclusive: set[str] = set()
-        """Files on which a job has ever asked for a lock that locks others out. Elsewhere nobody notices a shared one."""
+        """Files on which a job has ever asked for an exclusive lock. Elsewhere nobody notices a shared one."""
         self.listed: set[str] = set()
         """Folders in which a job has ever looked what there is: there it meets the temporary files of others."""
         self._rebound: set[str] = set()
