@@ -1,7 +1,7 @@
 """Documents: generating is expensive and may happen twice; what counts is where the result goes.
 
-Files come to the ledger in a later version. Until then one document is one Redis key: ``SET`` replaces it as a whole,
-as writing to a temporary file and renaming it does.
+One document is one Redis key here: ``SET`` replaces it as a whole, as writing to a temporary file and renaming it does.
+For files see test_files.py.
 """
 
 from __future__ import annotations

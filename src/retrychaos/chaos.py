@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from retrychaos.declared import Files
 from retrychaos.explore.check import Check
-from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError
+from retrychaos.model.errors import ChaosError, ChaosWarning, IdempotencyError, LateError
 from retrychaos.model.options import Options
 from retrychaos.model.plan import Leg, Plan
 from retrychaos.model.report import INCONCLUSIVE, Report, Run
@@ -27,6 +28,8 @@ from retrychaos.runtime.clock import Clock
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.world.calls import MISSING, Calls, Watched
 from retrychaos.world.escapes import Escapes
+from retrychaos.world.mail import Mails
+from retrychaos.world.mailbox import Mailbox
 from retrychaos.world.resource import Source
 from retrychaos.world.world import Again, Saved, World
 
@@ -59,6 +62,8 @@ class Chaos:
         """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
         self._embedded = _Embedded()
+        self._mailbox = Mailbox()
+        self._files = Files(self._embedded.folder / "files")
         self._earlier: list[_Earlier] = []
 
     def __call__(self, **options: Any) -> Chaos:
@@ -120,6 +125,16 @@ class Chaos:
         """A redis-py client on a fakeredis server of this test."""
         return self._embedded.redis
 
+    @property
+    def files(self) -> Files:
+        """A temporary folder of this test, whose files belong to the ledger; ``files(path)`` declares another one."""
+        return self._files
+
+    @property
+    def mail(self) -> Mailbox:
+        """The mails of the clean run, after a check. Jobs reach it instead of any SMTP server."""
+        return self._mailbox
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _check(self, name: str, job: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
@@ -171,16 +186,35 @@ class Chaos:
         question: Callable[[Check], tuple[_Answer, Saved | None]],
     ) -> _Answer:
         """Set up a world, put a question to the job in it, and leave everything as the clean run did, or as it was."""
-        global _running
         _refuse_misuse(job)
         self.options.check_together()
         if _running:
             raise ChaosError("a check is running already in this process: a job under check must not check another.")
+        while True:
+            try:
+                return self._put(name, job, args, kwargs, question)
+            except LateError:
+                self._files.declare()
+
+    def _put(
+        self,
+        name: str,
+        job: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        question: Callable[[Check], tuple[_Answer, Saved | None]],
+    ) -> _Answer:
+        global _running
         _checks[name] += 1
         clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
         world = World(now=clock.now, drew=chance.drew, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
-        self._furnish(world, workshop)
+        mails = self._furnish(world, workshop)
+
+        def clean_run_done() -> None:
+            self._calls.clean_run_done()
+            mails.clean_run_done()
+
         this = Job(job, args, kwargs)
         world.again = next((earlier.again for earlier in self._earlier if _same(earlier.job, this)), None)
         self._embedded.let_go()
@@ -189,7 +223,7 @@ class Chaos:
         try:
             workshop.start()
             world.adopt(self._calls)
-            check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
+            check = Check(name, this, self.options, workshop, clean_run_done)
             try:
                 check.begin()
                 answer, clean = question(check)
@@ -204,6 +238,7 @@ class Chaos:
             _running = False
             workshop.stop()
             world.close()
+            self._files.check_over()
             if check is not None:
                 check.close()
 
@@ -214,12 +249,13 @@ class Chaos:
         world.restore(state)
         world.land(clock.ahead())
 
-    def _furnish(self, world: World, workshop: Workshop) -> None:
+    def _furnish(self, world: World, workshop: Workshop) -> Mails:
         """Every source whose library is installed; a job may import it as late as it likes."""
         escapes = Escapes(world, self._calls)
         for stream in self.streams:
             escapes.claim_stream(stream)
-        sources: list[Source] = [self._calls]
+        mails = Mails(world, self._mailbox, self._calls)
+        sources: list[Source] = [self._calls, mails]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
@@ -230,12 +266,14 @@ class Chaos:
             from retrychaos.world.redis import RedisSource
 
             sources.append(RedisSource(world))
-        world.sources = [*sources, escapes]
         world.escapes = escapes
+        world.sources = [*sources, escapes]
+        self._files.furnish(world, workshop)
         workshop.before.append(escapes.before_delivery)
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
+        return mails
 
 
 @dataclass(frozen=True)
@@ -258,15 +296,15 @@ class _Embedded:
 
     def __init__(self) -> None:
         # Named before any check, so that a job that asks for the database first finds the same in every process.
-        self._folder = Path(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{secrets.token_hex(8)}")
+        self.folder = Path(tempfile.gettempdir(), f"retrychaos-{os.getpid()}-{secrets.token_hex(8)}")
         self._closers: list[Callable[[], None]] = []
 
     @functools.cached_property
     def sql(self) -> Engine:
         from sqlalchemy import create_engine
 
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        engine = create_engine(f"sqlite:///{self._folder / 'chaos.db'}")
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        engine = create_engine(f"sqlite:///{self.folder / 'chaos.db'}")
         self._closers.append(engine.dispose)
         return engine
 
@@ -286,7 +324,7 @@ class _Embedded:
     def close(self) -> None:
         while self._closers:
             self._closers.pop()()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def job_name(job: Any) -> str:

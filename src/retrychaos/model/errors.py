@@ -32,6 +32,10 @@ class SharedError(ChaosError):
     """A delivery beside others came upon a resource that all of them have; it has to be done alone. Not for users."""
 
 
+class LateError(ChaosError):
+    """A job has asked for a part of the world that was not watched: the check begins anew, with it. Not for users."""
+
+
 class PlanError(ChaosError, ValueError):
     """A token is damaged, of another version, of another job, or no longer fits the job."""
 

@@ -153,6 +153,10 @@ class Escapes:
             return True
         if effect.peer is not None:
             return self._is_claimed_peer(effect.peer)
+        if effect.event == "sqlite3.connect":  # a declared folder does not own the databases in it
+            return bool(effect.paths) and all(
+                os.path.realpath(path) in self._claimed_paths or self._is_gone(path) for path in effect.paths
+            )
         return bool(effect.paths) and all(self._is_claimed(path) or self._is_gone(path) for path in effect.paths)
 
     def _is_claimed(self, path: str) -> bool:

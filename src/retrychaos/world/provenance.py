@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import FrameType
 from typing import NamedTuple
 
@@ -18,7 +19,11 @@ _IMPORTING = frozenset({"importlib._bootstrap_external", "_frozen_importlib_exte
 _PROBES = frozenset({"platform", "uuid", "ctypes.util"})
 """Modules that ask other programs about the machine."""
 
-_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns))
+_LAZY = tuple(
+    os.path.join(os.path.dirname(__file__), f"{name}.py")
+    for name in ("files_hooks", "files_stream", "files", "mail_clients")
+)
+_SEE_THROUGH = frozenset((*(module.__file__ for module in (calls, interception, sockets, sqlite_turns)), *_LAZY))
 """Our wrappers around functions of others: what happens beneath is not our doing."""
 
 

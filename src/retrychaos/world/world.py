@@ -119,6 +119,8 @@ class World:
         """Stores draw other row ids than usual, to find the places where ids are kept."""
         self.beside = False
         """Another process delivers at the same time; see part()."""
+        self.settling: list[Callable[[Mapping[str, Resource]], None]] = []
+        """Called when what was committed has been read: what it means for others."""
 
     # -- for sources and resources (Stage) --------------------------------------------------------------------------
 
@@ -254,6 +256,7 @@ class World:
         touched, self._touched = self._touched, {}
         for resource in touched.values():
             resource.refresh()
+        self._settle()
         return {name: resource.version for name, resource in self.resources.items()}
 
     def sweep(self) -> Facts:
@@ -261,7 +264,12 @@ class World:
         self._touched.clear()
         for resource in list(self.resources.values()):
             resource.sweep()
+        self._settle()
         return {name: resource.version for name, resource in self.resources.items()}
+
+    def _settle(self) -> None:
+        for settle in self.settling:
+            settle(self.resources)
 
     def save(self) -> Saved:
         """The current state, to come back to. Only right while what facts() returned last is still the state."""
