@@ -27,6 +27,7 @@ from retrychaos.runtime.clock import Clock
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.world.calls import MISSING, Calls, Watched
 from retrychaos.world.escapes import Escapes
+from retrychaos.world.http import Http
 from retrychaos.world.resource import Source
 from retrychaos.world.world import Again, Saved, World
 
@@ -58,6 +59,7 @@ class Chaos:
         self.streams: list[Any] = []
         """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
+        self._http = Http()
         self._embedded = _Embedded()
         self._earlier: list[_Earlier] = []
 
@@ -111,6 +113,11 @@ class Chaos:
     # -- the embedded world -----------------------------------------------------------------------------------------
 
     @property
+    def http(self) -> Http:
+        """Providers that answer HTTP requests inside the process: ``chaos.http.provider("https://api.pay.test")``."""
+        return self._http
+
+    @property
     def sql(self) -> Engine:
         """A SQLAlchemy engine on a SQLite file of this test."""
         return self._embedded.sql
@@ -154,6 +161,8 @@ class Chaos:
                 "really calls."
             )
             report = replace(report, notes=(*report.notes, note))
+        if notes := self._http.notes():
+            report = replace(report, notes=(*report.notes, *notes))
         self.reports.append(report)
         return report
 
@@ -189,7 +198,8 @@ class Chaos:
         try:
             workshop.start()
             world.adopt(self._calls)
-            check = Check(name, this, self.options, workshop, self._calls.clean_run_done)
+            self._http.adopt()
+            check = Check(name, this, self.options, workshop, self._clean_run_done)
             try:
                 check.begin()
                 answer, clean = question(check)
@@ -204,8 +214,13 @@ class Chaos:
             _running = False
             workshop.stop()
             world.close()
+            self._http.over()
             if check is not None:
                 check.close()
+
+    def _clean_run_done(self) -> None:
+        self._calls.clean_run_done()
+        self._http.clean_run_done()
 
     def _leave(self, world: World, clock: Clock, state: Saved | None) -> None:
         """Put the world into a state (None: as it was found) in which real time can go on."""
@@ -219,7 +234,7 @@ class Chaos:
         escapes = Escapes(world, self._calls)
         for stream in self.streams:
             escapes.claim_stream(stream)
-        sources: list[Source] = [self._calls]
+        sources: list[Source] = [self._calls, self._http]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
@@ -236,6 +251,7 @@ class Chaos:
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
+        self._http.begin(world, self._calls)
 
 
 @dataclass(frozen=True)
