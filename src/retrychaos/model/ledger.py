@@ -34,7 +34,7 @@ class Relation:
     repeatable: bool = False
     """The first cell says what an effect acts on, and equal effects on that are one: an HTTP PUT, done again."""
     memory: bool = False
-    """What somebody outside remembers, such as answers to known keys. States differ by it, no ledger is judged by it."""
+    """What somebody outside remembers, such as answers to known keys. States differ by it; ledgers do not."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,7 +91,9 @@ def hook(traffic: Traffic, patch: Patch) -> None:
 
             async def see(asked: Any, handler: Any) -> Any:
                 request = await _request_of(asked)
-                return await traffic.exchange_async(_CLIENT, (self, asked), request, lambda: handler(asked), _read)
+                return await traffic.exchange_async(
+                    "aiohttp", _CLIENT, (self, asked), request, lambda: handler(asked), _read
+                )
 
             given = more.pop("middlewares", None)
             others = self._middlewares if given is None else given
@@ -123,7 +125,7 @@ async def _mocked(traffic: Traffic, original: Any, session: Any, method: str, ur
     request = request_of(method, str(full), more.get("headers"), body)
     through = original
     return await traffic.exchange_async(
-        _CLIENT, (session, None), request, lambda: through(session, method, url, **more), _read
+        "aiohttp", _CLIENT, (session, None), request, lambda: through(session, method, url, **more), _read
     )
 
 

@@ -59,7 +59,9 @@ class _Seen(httpx.BaseTransport, httpx.AsyncBaseTransport):
         transport = self._transport
         if self._is_left_to_below(request):
             return transport.handle_request(native)
-        return self._traffic.exchange(_CLIENT, native, request, lambda: transport.handle_request(native))
+        return self._traffic.exchange(
+            "httpx client", _CLIENT, native, request, lambda: transport.handle_request(native)
+        )
 
     async def handle_async_request(self, native: Any) -> Any:
         await native.aread()
@@ -68,7 +70,9 @@ class _Seen(httpx.BaseTransport, httpx.AsyncBaseTransport):
         if self._is_left_to_below(request):
             return await transport.handle_async_request(native)
         through = transport.handle_async_request
-        return await self._traffic.exchange_async(_CLIENT, native, request, lambda: through(native), _read)
+        return await self._traffic.exchange_async(
+            "httpx client", _CLIENT, native, request, lambda: through(native), _read
+        )
 
     def _is_left_to_below(self, request: Request) -> bool:
         """A transport that stands before httpx's own may repeat requests: then the provider answers below it."""
@@ -90,7 +94,9 @@ def hook(traffic: Traffic, patch: Patch) -> None:
             if traffic.looks_away:
                 return original(self, native)
             native.read()
-            return traffic.exchange(_CLIENT, native, _request_of(native), lambda: original(self, native))
+            return traffic.exchange(
+                "httpx transport", _CLIENT, native, _request_of(native), lambda: original(self, native)
+            )
 
         return handle_request
 
@@ -100,7 +106,9 @@ def hook(traffic: Traffic, patch: Patch) -> None:
                 return await original(self, native)
             await native.aread()
             request = _request_of(native)
-            return await traffic.exchange_async(_CLIENT, native, request, lambda: original(self, native), _read)
+            return await traffic.exchange_async(
+                "httpx transport", _CLIENT, native, request, lambda: original(self, native), _read
+            )
 
         return handle_async_request
 

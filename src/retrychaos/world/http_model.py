@@ -171,7 +171,11 @@ def origin(url: str) -> str:
 def is_local(host: str) -> bool:
     """An address of this machine; no name is looked up for that."""
     host = host.lower().strip("[]").rstrip(".")
-    return host in ("localhost", "::1", "0.0.0.0") or host.endswith(".localhost") or bool(re.match(r"127(\.\d+){3}$", host))
+    return (
+        host in ("localhost", "::1", "0.0.0.0")
+        or host.endswith(".localhost")
+        or bool(re.match(r"127(\.\d+){3}$", host))
+    )
 
 
 # -- what counts -----------------------------------------------------------------------------------------------------
@@ -248,11 +252,15 @@ def _parts(body: bytes, kind: str) -> list[Any] | None:
     for part in body.split(b"--" + match[1].encode())[1:-1]:
         head, _, content = part.strip(b"\r\n").partition(b"\r\n\r\n") if part.strip(b"\r\n") else (b"", b"", b"")
         lines = sorted(
-            line for line in head.decode("utf-8", "replace").splitlines() if line.lower().startswith("content-disposition")
+            line
+            for line in head.decode("utf-8", "replace").splitlines()
+            if line.lower().startswith("content-disposition")
         )
         found = _text(content)
         if isinstance(found, bytes):
-            found = found.hex() if len(found) <= _BINARY_LIMIT else f"{len(found)} bytes {blake2b(found).hexdigest()[:32]}"
+            found = (
+                found.hex() if len(found) <= _BINARY_LIMIT else f"{len(found)} bytes {blake2b(found).hexdigest()[:32]}"
+            )
         out.append([*lines, found])
     return out
 

@@ -17,7 +17,7 @@ from retrychaos.world.http_model import Answer, Request, read_whole, request_of
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused
 from retrychaos.world.http_traffic import Traffic
-from retrychaos.world.http_urllib3 import response_of
+from retrychaos.world.http_urllib3 import Urllib3, response_of
 
 _GENUINE = "requests.adapters"
 
@@ -51,7 +51,20 @@ class Requests:
         return requests.exceptions.ReadTimeout(problem, request=prepared)
 
 
-_CLIENT = Requests()
+class Answered(Urllib3):
+    """responses, which answers as urllib3 does. `native` is the prepared request."""
+
+    def answer(self, native: Any, answer: Answer) -> Any:
+        return response_of(answer, preload_content=False, request_method=native.method)
+
+    def refused(self, native: Any) -> BaseException:
+        return Requests().refused((None, native))
+
+    def unanswered(self, native: Any) -> BaseException:
+        return Requests().unanswered((None, native))
+
+
+_CLIENT, _ANSWERED = Requests(), Answered()
 
 
 class _Seen:
@@ -69,7 +82,9 @@ class _Seen:
         adapter = self._adapter
         if _goes_down(adapter) and self._traffic.provider_for(request.url) is not None:
             return adapter.send(prepared, **more)  # down there he answers, below the adapter's retries
-        return self._traffic.exchange(_CLIENT, (adapter, prepared), request, lambda: adapter.send(prepared, **more))
+        return self._traffic.exchange(
+            "requests", _CLIENT, (adapter, prepared), request, lambda: adapter.send(prepared, **more)
+        )
 
 
 def hook(traffic: Traffic, patch: Patch) -> None:
@@ -86,20 +101,20 @@ def hook(traffic: Traffic, patch: Patch) -> None:
 
 
 def hook_responses(traffic: Traffic, patch: Patch) -> None:
-    """responses repeats requests by itself."""
+    """responses repeats requests by itself, and asks for an answer each time."""
     import responses
 
-    def on_request(original: Any) -> Any:
-        def _on_request(self: Any, adapter: Any, prepared: Any, **more: Any) -> Any:
+    def get_response(original: Any) -> Any:
+        def get_response(self: Any, prepared: Any) -> Any:
             if traffic.looks_away:
-                return original(self, adapter, prepared, **more)
-            return traffic.exchange(
-                _CLIENT, (adapter, prepared), _request_of(prepared), lambda: original(self, adapter, prepared, **more)
-            )
+                return original(self, prepared)
+            request = _request_of(prepared)
+            return traffic.exchange("responses", _ANSWERED, prepared, request, lambda: original(self, prepared))
 
-        return _on_request
+        return get_response
 
-    patch(responses.RequestsMock, "_on_request", on_request)
+    for kind in (responses.Response, responses.CallbackResponse):
+        patch(kind, "get_response", get_response)
 
 
 def hook_requests_mock(traffic: Traffic, patch: Patch) -> None:
@@ -110,7 +125,9 @@ def hook_requests_mock(traffic: Traffic, patch: Patch) -> None:
             if traffic.looks_away:
                 return original(self, prepared, **more)
             request = _request_of(prepared)
-            return traffic.exchange(_CLIENT, (self, prepared), request, lambda: original(self, prepared, **more))
+            return traffic.exchange(
+                "requests_mock", _CLIENT, (self, prepared), request, lambda: original(self, prepared, **more)
+            )
 
         return send
 

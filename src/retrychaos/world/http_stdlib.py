@@ -75,7 +75,7 @@ def hook_client(traffic: Traffic, patch: Patch) -> None:
                 return original(self, method, url, body, headers, encode_chunked)
             data, body = read_whole(body, "latin-1")
             request = request_of(method, _url(self, url), headers, data)
-            if traffic.is_announced(request):
+            if traffic.announced("http.client", request):
                 return original(self, method, url, body, headers, encode_chunked)
 
             def through() -> Any:
@@ -83,7 +83,7 @@ def hook_client(traffic: Traffic, patch: Patch) -> None:
                 return _get_response(self)
 
             vars(self).pop(_PENDING, None)
-            vars(self)[_PENDING] = traffic.exchange(_HTTP, method, request, through)
+            vars(self)[_PENDING] = traffic.exchange("http.client", _HTTP, method, request, through)
             return None
 
         return _send_request
@@ -123,7 +123,7 @@ def hook_urllib(traffic: Traffic, patch: Patch) -> None:
             headers = {**req.headers, **req.unredirected_hdrs}
             request = request_of(req.get_method(), req.full_url, headers, data)
             reply = traffic.exchange(
-                _URLLIB, req.get_method(), request, lambda: original(self, http_class, req, **more)
+                "urllib", _URLLIB, req.get_method(), request, lambda: original(self, http_class, req, **more)
             )
             if not hasattr(reply, "url") or reply.url != req.full_url:
                 reply.url, reply.msg = req.get_full_url(), reply.reason
@@ -142,5 +142,3 @@ def _url(connection: Any, url: str) -> str:
     if connection._tunnel_host:
         host, port = connection._tunnel_host, connection._tunnel_port or (443 if scheme == "https" else 80)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{url}"
-
-

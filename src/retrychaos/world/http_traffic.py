@@ -62,7 +62,11 @@ class Crossing:
     provider: Provider | None
     effect: str
     owner: object
+    layer: object
+    """Who announced it."""
     seen_below: bool = False
+    noted: bool = False
+    """What came of it is known."""
 
 
 _open: ContextVar[tuple[Crossing, ...]] = ContextVar("retrychaos_http", default=())
@@ -180,27 +184,31 @@ class Traffic:
         """Who answers for an address in its one form."""
         return next((each for each in self.providers if each.covers(url)), None) if self.providers else None
 
-    def exchange(self, client: Client, native: Any, request: Request, through: Callable[[], Any]) -> Any:
-        """One request of a synchronous client. `through` lets it pass on to whatever is below."""
-        crossing = self._enter(request)
+    def exchange(self, layer: object, client: Client, native: Any, request: Request, through: Callable[[], Any]) -> Any:
+        """One request of a synchronous client. `through` lets it pass on to whatever is below `layer`."""
+        crossing = self.announced(layer, request)
+        token = None
         if crossing is None:
-            return through()
-        if crossing.provider is not None:
-            answer = self._answer(crossing, crossing.provider)
-            return client.answer(native, answer)
-        token = _open.set((*_open.get(), crossing))
+            crossing = self._enter(layer, request)
+            if crossing is None:
+                return through()
+            if crossing.provider is not None:
+                return client.answer(native, self._answer(crossing, crossing.provider))
+            token = _open.set((*_open.get(), crossing))
         try:
             reply = through()
         except Exception as problem:
-            self.stage.observed("error", type(problem).__name__, str(problem))
+            self._failed(crossing, problem)
             raise
         finally:
-            _open.reset(token)
+            if token is not None:
+                _open.reset(token)
         self._passed(crossing, client.reading(reply, self.stage.concurrent))
         return reply
 
     async def exchange_async(
         self,
+        layer: object,
         client: Client,
         native: Any,
         request: Request,
@@ -208,43 +216,44 @@ class Traffic:
         read: Callable[[Any], Awaitable[None]],
     ) -> Any:
         """As exchange(). `read` reads the body of a reply, so that the client has it."""
-        crossing = self._enter(request)
+        crossing = self.announced(layer, request)
+        token = None
         if crossing is None:
-            return await through()
-        if crossing.provider is not None:
-            answer = self._answer(crossing, crossing.provider)
-            return client.answer(native, answer)
-        token = _open.set((*_open.get(), crossing))
+            crossing = self._enter(layer, request)
+            if crossing is None:
+                return await through()
+            if crossing.provider is not None:
+                return client.answer(native, self._answer(crossing, crossing.provider))
+            token = _open.set((*_open.get(), crossing))
         try:
             reply = await through()
             if self.stage.concurrent:
                 await read(reply)
         except Exception as problem:
-            self.stage.observed("error", type(problem).__name__, str(problem))
+            self._failed(crossing, problem)
             raise
         finally:
-            _open.reset(token)
+            if token is not None:
+                _open.reset(token)
         self._passed(crossing, client.reading(reply, self.stage.concurrent))
         return reply
 
     # -- before and after --------------------------------------------------------------------------------------------
 
-    def is_announced(self, request: Request) -> bool:
-        """A layer above has announced this very request, and no other layer has let it pass yet."""
+    def announced(self, layer: object, request: Request) -> Crossing | None:
+        """What a layer above has announced, if it is this very request, and no other has let it pass since."""
         for above in reversed(_open.get()):
             same = above.request.method == request.method and above.request.url == request.url
-            if same and not above.seen_below and above.owner is self.stage.owner:
+            if same and not above.seen_below and above.layer != layer and above.owner is self.stage.owner:
                 above.seen_below = True
-                return True
-        return False
+                return above
+        return None
 
-    def _enter(self, request: Request) -> Crossing | None:
-        """Here is the boundary before a request; None if it has been announced, or is covered by a declared call."""
-        if self.is_announced(request):
-            return None
+    def _enter(self, layer: object, request: Request) -> Crossing | None:
+        """Here is the boundary before a request; None if it is covered by a declared call."""
         provider = self.provider_for(request.url)
         if provider is None:
-            if self._calls is not None and self._calls.inside(threading.get_ident()):
+            if self.is_covered:
                 return None
             if self.stage.find(self.elsewhere.name) is not self.elsewhere:
                 self.stage.adopt(self.elsewhere)
@@ -258,7 +267,7 @@ class Traffic:
         said = body_text(request) if self.stage.traced else ""
         detail = f"{request.method} {request.url}{' ' + said if said else ''}"
         self.stage.step("http", provider or self.elsewhere, effect, detail)
-        return Crossing(request, provider, effect, self.stage.owner)
+        return Crossing(request, provider, effect, self.stage.owner, layer)
 
     def _answer(self, crossing: Crossing, provider: Provider) -> Answer:
         """A provider answers, and what it has accepted is there at the next boundary."""
@@ -272,16 +281,29 @@ class Traffic:
 
     def _passed(self, crossing: Crossing, seen: tuple[Any, ...]) -> None:
         """Somebody else has answered. A refusal is no effect."""
+        if crossing.noted:
+            return  # by a layer below, which has seen the very answer
+        crossing.noted = True
         if not crossing.request.is_read and seen[0] < 400:
             self.elsewhere.arrived(crossing.effect, crossing.request)
             self.stage.touched(self.elsewhere)
         self.stage.observed(*seen)
 
+    def _failed(self, crossing: Crossing, problem: Exception) -> None:
+        """Nobody has answered; nothing is known to have happened."""
+        crossing.noted = True
+        self.stage.observed("error", type(problem).__name__, str(problem))
+
     # -- real connections --------------------------------------------------------------------------------------------
+
+    @property
+    def is_covered(self) -> bool:
+        """A declared call is on in this thread: what it does is the user's business."""
+        return self._calls is not None and self._calls.inside(threading.get_ident())
 
     def may_connect(self, host: str, port: int) -> bool:
         """A real connection is about to be made. Only to this machine: else nobody answers for that address here."""
-        if self.looks_away or (self._calls is not None and self._calls.inside(threading.get_ident())):
+        if self.looks_away or self.is_covered:
             return True
         ways = _open.get()
         target = ways[-1].request.url if ways else f"//{host}:{port}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import urllib3.connectionpool
 import urllib3.exceptions
 import urllib3.response
 
-from retrychaos.world.http_model import Answer, read_whole, request_of
+from retrychaos.world.http_model import Answer, is_local, read_whole, request_of
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused
 from retrychaos.world.http_traffic import Traffic
@@ -58,16 +59,30 @@ class Urllib3:
 
     def unanswered(self, native: _Asked) -> BaseException:
         timeout = native.pool._get_timeout(native.options.get("timeout")).read_timeout
-        return urllib3.exceptions.ReadTimeoutError(
-            native.pool, native.url, f"Read timed out. (read timeout={timeout})"
-        )
+        return urllib3.exceptions.ReadTimeoutError(native.pool, native.url, f"Read timed out. (read timeout={timeout})")
+
+
+class _Original:
+    """The response of http.client under one of urllib3, as far as others look at it: for cookies."""
+
+    def __init__(self, message: http.client.HTTPMessage, method: str | None) -> None:
+        self.msg = message
+        self._method = method
+
+    def isclosed(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """It has been read."""
 
 
 def response_of(answer: Answer, **more: Any) -> Any:
     """An urllib3 response."""
     headers = urllib3.HTTPHeaderDict()
+    message = http.client.HTTPMessage()
     for name, value in answer.headers:
         headers.add(name, value)
+        message[name] = value
     return urllib3.response.HTTPResponse(
         body=io.BytesIO(answer.body),
         headers=headers,
@@ -76,6 +91,7 @@ def response_of(answer: Answer, **more: Any) -> Any:
         version_string="HTTP/1.1",
         reason=answer.reason,
         enforce_content_length=False,
+        original_response=_Original(message, more.get("request_method")),  # type: ignore[arg-type]
         **more,
     )
 
@@ -97,7 +113,7 @@ def _body(reply: Any) -> bytes:
     body = b"".join(pieces)
     reply.release_conn()
     reply._fp, reply._fp_bytes_read, reply.length_remaining = io.BytesIO(body), 0, len(body)
-    reply._original_response, reply.chunked = None, False
+    reply.chunked = False
     return body
 
 
@@ -106,11 +122,14 @@ _CLIENT = Urllib3()
 
 def hook(traffic: Traffic, patch: Patch) -> None:
     """Patch urllib3. Raises ImportError for one that is too old to be hooked."""
-    if urllib3.__version__.startswith(("0.", "1.")):
-        raise ImportError(f"urllib3 {urllib3.__version__} is too old")
+    version = str(vars(urllib3)["__version__"])
+    if version.startswith(("0.", "1.")):
+        raise ImportError(f"urllib3 {version} is too old")
 
     def make_request(original: Any) -> Any:
-        def _make_request(self: Any, conn: Any, method: str, url: str, body: Any = None, *args: Any, **more: Any) -> Any:
+        def _make_request(
+            self: Any, conn: Any, method: str, url: str, body: Any = None, *args: Any, **more: Any
+        ) -> Any:
             if traffic.looks_away:
                 return original(self, conn, method, url, body, *args, **more)
             data, body = read_whole(body)
@@ -122,7 +141,7 @@ def hook(traffic: Traffic, patch: Patch) -> None:
                     conn.close()
                 return original(self, conn, method, url, body, *args, **more)
 
-            return traffic.exchange(_CLIENT, _Asked(self, conn, method, url, more), request, through)
+            return traffic.exchange("urllib3", _CLIENT, _Asked(self, conn, method, url, more), request, through)
 
         return _make_request
 
@@ -138,8 +157,8 @@ def hook(traffic: Traffic, patch: Patch) -> None:
 
     def prepare_proxy(original: Any) -> Any:
         def _prepare_proxy(self: Any, conn: Any) -> Any:
-            """A tunnel to somebody who is in this process needs no proxy."""
-            if not traffic.looks_away and traffic.provider_for(request_of("CONNECT", _url(self, "/"), {}, b"").url):
+            """No tunnel is made for a request that does not leave this machine, or is not let out."""
+            if not traffic.looks_away and not traffic.is_covered and not is_local(self.host):
                 return None
             return original(self, conn)
 
