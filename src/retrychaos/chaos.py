@@ -161,8 +161,8 @@ class Chaos:
                 "really calls."
             )
             report = replace(report, notes=(*report.notes, note))
-        if notes := self._http.notes():
-            report = replace(report, notes=(*report.notes, *notes))
+        if warned := self._http.warnings():
+            report = replace(report, warnings=(*report.warnings, *warned))
         self.reports.append(report)
         return report
 

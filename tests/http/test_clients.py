@@ -63,7 +63,7 @@ def test_what_comes_back(chaos: Chaos, orders: Engine, pay: Provider, send: Send
     assert report.verdict == "proven", full_text(report)
     assert pay.calls == []  # refusals are no effects
     assert [request.method for request in pay.requests] == ["GET", "POST", "POST"]
-    assert any(f"POST {PAY}/nothing" in note and "404" in note for note in report.notes)
+    assert any(f"POST {PAY}/nothing" in note and "404" in note for note in report.warnings)
 
 
 def test_urllib3_repeats_by_itself_and_each_counts(chaos: Chaos, pay: Provider, orders: Engine) -> None:

@@ -164,7 +164,7 @@ def test_a_key_that_is_never_sent_is_told(chaos: Chaos, orders: Engine) -> None:
     pay.post("/charges", json={})
     report = chaos.explore(charge_by_key, orders)
     assert report.verdict == "failed"
-    assert any("'X-Idempotency-Key' was declared, and none of" in note for note in report.notes), report.notes
+    assert any("'X-Idempotency-Key' was declared, and none of" in note for note in report.warnings), report.warnings
 
 
 def charge_with_drawn_key(engine: Engine) -> None:

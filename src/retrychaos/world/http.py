@@ -43,8 +43,8 @@ class Http:
         """
         if self.stage is not None and self.stage.running:
             raise OptionError(
-                f"the provider {url!r} was declared while a job was running: declare it before the check, so that every "
-                "delivery finds the same world."
+                f"the provider {url!r} was declared while a job was running: declare it before the check, so that "
+                "every delivery finds the same world."
             )
         made = Provider(url, key_header=key_header, key_ttl=key_ttl, on_conflict=on_conflict)
         if any(each.url == made.url for each in self.providers):
@@ -79,8 +79,9 @@ class Http:
             provider.over()
         self.stage = None
 
-    def notes(self) -> list[str]:
-        return [line for provider in self.providers for line in provider.notes()]
+    def warnings(self) -> list[str]:
+        """What somebody who declared providers should know after a check."""
+        return [line for provider in self.providers for line in provider.warnings()]
 
     # -- Source ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Http:
             self.stage.doubt(f"an HTTP client could not be hooked, so requests it sends are not steps: {problem}")
 
 
-# -- clients, by the module whose import makes them ---------------------------------------------------------------------
+# -- clients, by the module whose import makes them ------------------------------------------------------------------
 
 
 def _http_client(traffic: Traffic, patches: Patches) -> None:

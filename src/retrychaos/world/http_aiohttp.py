@@ -59,10 +59,17 @@ class Aiohttp:
         return (reply.status, sorted(reply.headers.items()), reply._body)
 
     def refused(self, native: tuple[Any, Any]) -> BaseException:
-        return aiohttp.ClientConnectorError(native[1].connection_key, connection_refused())
+        return _refused(native[1])
 
     def unanswered(self, native: tuple[Any, Any]) -> BaseException:
         return aiohttp.SocketTimeoutError("Timeout on reading data from socket")
+
+
+def _refused(asked: Any) -> BaseException:
+    problem = connection_refused()
+    error = aiohttp.ClientConnectorError(asked.connection_key, problem)
+    error.__cause__ = problem
+    return error
 
 
 class _Written:
@@ -106,7 +113,7 @@ def hook(traffic: Traffic, patch: Patch) -> None:
             if not traffic.looks_away and isinstance(self, aiohttp.TCPConnector):
                 target = req.proxy or req.url
                 if not traffic.may_connect(target.host or "", target.port or 80):
-                    raise aiohttp.ClientConnectorError(req.connection_key, connection_refused())
+                    raise _refused(req)
             return await original(self, req, *args, **more)
 
         return connect
@@ -121,7 +128,7 @@ async def _mocked(traffic: Traffic, original: Any, session: Any, method: str, ur
     made = aiohttp.FormData(more["data"])() if isinstance(more.get("data"), dict) else more.get("data")
     if more.get("json") is not None:
         made = aiohttp.JsonPayload(more["json"])
-    body = await made.as_bytes() if hasattr(made, "as_bytes") else read_whole(made)[0]
+    body = await made.as_bytes() if isinstance(made, aiohttp.Payload) else read_whole(made)[0]
     request = request_of(method, str(full), more.get("headers"), body)
     through = original
     return await traffic.exchange_async(

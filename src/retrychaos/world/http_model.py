@@ -199,7 +199,7 @@ def place_of(url: str) -> str:
 
 
 def body_cell(request: Request) -> Cell:
-    """What the body says. JSON and forms as JSON in a fixed order, so that each value in it can be compared by itself."""
+    """What the body says. JSON and forms as JSON in a fixed order, so that each value can be compared by itself."""
     body = request.body
     if not body:
         return None

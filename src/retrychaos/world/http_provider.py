@@ -223,7 +223,7 @@ class Provider:
                 "plain data in provider.state: numbers, texts, lists, dictionaries."
             ) from problem
 
-    def notes(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What somebody who declared this should know after a check."""
         lines = []
         if self.unknown:

@@ -149,7 +149,7 @@ def base_of(url: Any) -> str:
 
 
 def seconds(ttl: Any) -> float | None:
-    """How long keys are remembered: ``"24h"``, ``"30m"``, ``"7d"``, ``"90s"``, seconds, or a timedelta; None: for ever."""
+    """How long keys are remembered: ``"24h"``, ``"30m"``, ``"7d"``, ``"90s"``, seconds, a timedelta; None: for ever."""
     if ttl is None:
         return None
     value: float | None = None

@@ -59,7 +59,10 @@ class Urllib3:
 
     def unanswered(self, native: _Asked) -> BaseException:
         timeout = native.pool._get_timeout(native.options.get("timeout")).read_timeout
-        return urllib3.exceptions.ReadTimeoutError(native.pool, native.url, f"Read timed out. (read timeout={timeout})")
+        text = f"Read timed out. (read timeout={timeout})"
+        error = urllib3.exceptions.ReadTimeoutError(native.pool, native.url, text)
+        error.__cause__ = TimeoutError("timed out")
+        return error
 
 
 class _Original:
