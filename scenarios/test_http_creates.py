@@ -1,4 +1,4 @@
-"""Things made elsewhere over HTTP: customers, clusters, invoices. Made first, noted later, so made again after a crash."""
+"""Things made elsewhere over HTTP: customers, clusters, invoices. Made first, noted later, so made again."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def start_cluster_in_two_parts(run_id: int) -> None:
 
 
 def test_a_cluster_for_each_attempt(chaos, both):
-    """BUG-13. The second request was throttled, so the whole task was retried: and the first one started a cluster again."""
+    """BUG-13. The second request was throttled, so all was done again: the first one started another cluster."""
     refuted(chaos, start_cluster, 1, duplicated=f"POST {API}/clusters")
     proven(both, start_cluster_in_two_parts, 1)
 
@@ -209,8 +209,8 @@ def submit_and_leave_it_there(org_id: int) -> None:
 
 
 def test_work_that_was_accepted_before(chaos, both, api):
-    """BUG-17. The work had been accepted by an attempt that died. The next one was told "known already", took that for a
-    failure, and deleted the input of what was running.
+    """BUG-17. The work had been accepted by an attempt that died. The next one was told "known already", took that for
+    a failure, and deleted the input of what was running.
 
     (In the original the answer is lost instead. The mistake is the same: what is not known to be done has not failed.)
     """
