@@ -27,7 +27,8 @@ def post(path: str, body: Any, key: str | None = None) -> requests.Response:
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_known_key_is_answered_from_memory(chaos: Chaos, pay: Provider, orders: Engine) -> None:
+def test_a_known_key_is_answered_from_memory(chaos: Chaos, orders: Engine) -> None:
+    pay = chaos.http.provider(PAY, key_header="Idempotency-Key", replay_header="Idempotent-Replayed")
     pay.post("/draw", lambda request: Response(201, {"id": str(uuid.uuid4())}))
 
     def job() -> None:
@@ -487,6 +488,59 @@ def test_state_that_cannot_be_put_back(chaos: Chaos, pay: Provider) -> None:
     pay.post("/lock", lambda request: pay.state.update(lock=threading.Lock()) or {})
     with pytest.raises(WorldError, match="cannot be pickled"):
         chaos.explore(post, "/lock", {})
+
+
+def test_a_route_that_sends_requests_itself(chaos: Chaos, pay: Provider) -> None:
+    pay.post("/hook", lambda request: requests.post(f"{PAY}/charges", json={}).json())
+    with pytest.raises(WorldError, match="code of a route sent a request"):
+        chaos.explore(post, "/hook", {})
+
+
+def test_names_of_hosts(chaos: Chaos, orders: Engine) -> None:
+    chaos.http.provider("https://bücher.test").put("/x", json={})
+    chaos.http.provider("http://[::1]:9").put("/x", json={})
+
+    def job() -> None:
+        requests.put("https://bücher.test/x", json={}).raise_for_status()
+        requests.put("https://BÜCHER.test:443/x", json={}).raise_for_status()
+        requests.put("http://[::1]:9/x", json={}).raise_for_status()
+        set_paid(orders, 1, "x")
+
+    assert chaos.explore(job).verdict == "proven"
+
+
+def test_the_marker(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        import requests
+
+        @pytest.fixture
+        def pay(chaos):
+            pay = chaos.http.provider("https://api.pay.test", key_header="Idempotency-Key")
+            pay.post("/charges", json={"id": "ch_1"}, status=201)
+            return pay
+
+        def charge(key):
+            headers = {"Idempotency-Key": key} if key else {}
+            requests.post("https://api.pay.test/charges", json={}, headers=headers).raise_for_status()
+
+        @pytest.mark.idempotent(charge, args=("k",))
+        def test_good(pay):
+            assert [call.key for call in pay.calls] == ["k"]
+
+        @pytest.mark.idempotent(charge, args=("",))
+        def test_bad(pay):
+            pass
+
+        @pytest.mark.idempotent
+        def test_body(pay):
+            charge("k")
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*DUPLICATED POST https://api.pay.test/charges*"])
 
 
 def test_declared_in_the_middle_of_a_check(chaos: Chaos, pay: Provider) -> None:

@@ -33,20 +33,30 @@ class Http:
     # -- for users ---------------------------------------------------------------------------------------------------
 
     def provider(
-        self, url: str, *, key_header: str | None = None, key_ttl: Any = None, on_conflict: int = 422
+        self,
+        url: str,
+        *,
+        key_header: str | None = None,
+        key_ttl: Any = None,
+        on_conflict: int = 422,
+        replay_header: str | None = None,
     ) -> Provider:
         """Somebody who answers at that address, in this process.
 
         key_header: the header on whose value repeated POST and PATCH requests are recognised; without it each counts.
         key_ttl: how long a key is remembered, as ``"24h"``, seconds or a timedelta; None: for ever. on_conflict: the
-        status for a known key with other parameters. Raises OptionError.
+        status for a known key with other parameters. replay_header: a header that an answer from memory has besides,
+        such as ``"Idempotent-Replayed"``; a job that can tell it from a first answer has more states, to be tried.
+        Raises OptionError.
         """
         if self.stage is not None and self.stage.running:
             raise OptionError(
                 f"the provider {url!r} was declared while a job was running: declare it before the check, so that "
                 "every delivery finds the same world."
             )
-        made = Provider(url, key_header=key_header, key_ttl=key_ttl, on_conflict=on_conflict)
+        made = Provider(
+            url, key_header=key_header, key_ttl=key_ttl, on_conflict=on_conflict, replay_header=replay_header
+        )
         if any(each.url == made.url for each in self.providers):
             raise OptionError(
                 f"{made.url} has a provider already, and one address has one: add routes to that one. (A provider for "

@@ -163,6 +163,11 @@ def origin(url: str) -> str:
     """Scheme, host and port (unless it is the scheme's own). Raises ValueError for a port that is no number."""
     parts = urlsplit(url)
     scheme, host, port = parts.scheme.lower(), (parts.hostname or "").lower(), parts.port
+    if not host.isascii():  # as clients send it
+        try:
+            host = host.encode("idna").decode()
+        except UnicodeError:
+            pass
     host = f"[{host}]" if ":" in host else host
     return f"{scheme}://{host}{'' if port is None or port == _PORTS.get(scheme) else f':{port}'}"
 

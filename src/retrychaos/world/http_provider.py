@@ -22,8 +22,6 @@ _KEYED = frozenset({"POST", "PATCH"})
 """Methods on which a key counts; the others can be repeated anyway."""
 _NOT_KEPT = frozenset({401, 429})
 """Answers that are given before a provider looks at the key, so they are not kept for it."""
-REPLAYED = "Idempotent-Replayed"
-"""Header of an answer that was kept."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,9 @@ class Provider:
     earlier state. ``calls`` lists the requests of the clean run that were accepted, ``requests`` all that arrived.
     """
 
-    def __init__(self, url: str, *, key_header: str | None, key_ttl: Any, on_conflict: int) -> None:
+    def __init__(
+        self, url: str, *, key_header: str | None, key_ttl: Any, on_conflict: int, replay_header: str | None
+    ) -> None:
         self.url = base_of(url)
         self.name = f"http:{self.url}"
         self.label = self.url
@@ -70,7 +70,10 @@ class Provider:
             raise OptionError(f"key_header={key_header!r} is no name of a header; use e.g. 'Idempotency-Key'.")
         if key_ttl is not None and key_header is None:
             raise OptionError("key_ttl says how long keys are remembered, but no key_header says where they are sent.")
+        if replay_header is not None and key_header is None:
+            raise OptionError("replay_header marks answers that were kept for a key, but no key_header is given.")
         self._ttl = seconds(key_ttl)
+        self._replayed = () if replay_header is None else ((replay_header, "true"),)
         try:
             self._conflict = packed(
                 Response(on_conflict, {"error": "this key was used before with other parameters (retrychaos)"})
@@ -176,7 +179,7 @@ class Provider:
             self._log.append((request, False))
             if kept.request != asked:
                 return self._conflict
-            return replace(kept.answer, headers=(*kept.answer.headers, (REPLAYED, "true")))
+            return replace(kept.answer, headers=(*kept.answer.headers, *self._replayed))
         if found is None:
             self._log.append((request, False))
             self.unknown[f"{request.method} {self.url}{self.path_of(request)}"] = None
@@ -249,13 +252,17 @@ class Provider:
         self.unknown, self.keyed, self.keyless = {}, 0, 0
         self._log, self._last, self._relations = [], [], {}
         state = self._pickled()
-        if self._found is not None and self._found[1] == state:
+        if self._found is not None and self._is_as_left(state, self._found[1]):
             state = self._found[0]
             self._load(state)
         self._found = (state, state)
         self._held, self._stale = Held(state=state), False
         self.version = Version({})
         self.version = self._build()
+
+    def _is_as_left(self, state: bytes, left: bytes) -> bool:
+        """Nobody has changed the state since the last check. Equal data may be pickled in two ways."""
+        return state == left or (bool(state and left) and bool(pickle.loads(left) == self.state))
 
     def over(self) -> None:
         """The check is over, and everything is as the clean run left it, or as it was found."""
@@ -282,7 +289,9 @@ class Provider:
         if self._stale:
             self._stale = False
             self.commits += 1
-            self.version = self._build()
+            built = self._build()
+            if built.expiries != self.version.expiries or not _same(built, self.version):
+                self.version = built
         return self.version
 
     def sweep(self) -> Version:
@@ -380,6 +389,13 @@ class Provider:
         if known is None:
             known = self._relations[name, rows] = Relation(name, columns, rows, **more)
         return known
+
+
+def _same(one: Version, other: Version) -> bool:
+    """The same relations, which are the same objects for the same rows."""
+    return one.relations.keys() == other.relations.keys() and all(
+        relation is other.relations[name] for name, relation in one.relations.items()
+    )
 
 
 def _state_rows(state: Mapping[str, Any]) -> tuple[Row, ...]:

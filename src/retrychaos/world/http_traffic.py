@@ -171,6 +171,8 @@ class Traffic:
         self.elsewhere = Elsewhere()
         self._calls = calls
         self._elders = frozenset(threading._active) - {threading.get_ident()}  # type: ignore[attr-defined]
+        self._answering: set[int] = set()
+        """Threads in which code of a route is on."""
         self._connections: list[tuple[object, Callable[[], None]]] = []
 
     # -- the hooks ---------------------------------------------------------------------------------------------------
@@ -251,6 +253,14 @@ class Traffic:
 
     def _enter(self, layer: object, request: Request) -> Crossing | None:
         """Here is the boundary before a request; None if it is covered by a declared call."""
+        if threading.get_ident() in self._answering:
+            self.stage.refuse(
+                WorldError(
+                    f"The code of a route sent a request itself ({request.method} {request.url}). What a provider does "
+                    "is no step of the job, and a request is answered whole. Keep what it has to know in "
+                    "provider.state."
+                )
+            )
         provider = self.provider_for(request.url)
         if provider is None:
             if self.is_covered:
@@ -271,10 +281,14 @@ class Traffic:
 
     def _answer(self, crossing: Crossing, provider: Provider) -> Answer:
         """A provider answers, and what it has accepted is there at the next boundary."""
+        thread = threading.get_ident()
+        self._answering.add(thread)
         try:
             answer = provider.answer(crossing.request)
         except WorldError as problem:  # must not look like a failure of the job
             self.stage.refuse(problem)
+        finally:
+            self._answering.discard(thread)
         self.stage.touched(provider)
         self.stage.observed(answer.status, answer.headers, answer.body)
         return answer
