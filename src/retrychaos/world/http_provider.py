@@ -7,6 +7,7 @@ The ledger is what he has accepted, and ``state``; the answers kept tell states 
 from __future__ import annotations
 
 import pickle
+from bisect import bisect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,8 +38,11 @@ class Kept:
 class Held:
     """All that a provider remembers. Plain data."""
 
-    effects: tuple[tuple[str, Row], ...] = ()
+    effects: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    """By name. In an order of their own: it makes no difference which came first."""
     keys: Mapping[str, Kept] = field(default_factory=dict)
+    key_rows: tuple[Row, ...] = ()
+    """The keys as rows, in an order of their own."""
     state: bytes = b""
 
 
@@ -174,7 +178,8 @@ class Provider:
         key = request.key if request.method in _KEYED else None
         if self.key_header is not None and request.method in _KEYED:
             self.keyed, self.keyless = self.keyed + (key is not None), self.keyless + (key is None)
-        asked: Cell = (request.method, url_cell(request.url), body_cell(request)) if key is not None else None
+        url, body = url_cell(request.url), None if request.is_read else body_cell(request)
+        asked: Cell = (request.method, url, body)
         if key is not None and (kept := self._kept(key, now)) is not None:
             self._log.append((request, False))
             if kept.request != asked:
@@ -192,12 +197,15 @@ class Provider:
         held = self._held
         if key is not None and answer.status not in _NOT_KEPT:
             until = None if self._ttl is None else now + self._ttl
-            held = replace(held, keys={**held.keys, key: Kept(asked, answer, until)})
+            kept = Kept(asked, answer, until)
+            held = replace(held, keys={**held.keys, key: kept}, key_rows=_with(held.key_rows, _key_row(key, kept)))
         if acted:
-            row = self._row(request)
+            honours = self.key_header is not None and request.method not in REPEATABLE
+            row: Row = (request.key, url, body) if honours else (url, body)
             name = self.effect(request, route)
-            if request.method not in REPEATABLE or (name, row) not in held.effects:
-                held = replace(held, effects=(*held.effects, (name, row)))
+            before = held.effects.get(name, ())
+            if request.method not in REPEATABLE or row not in before:
+                held = replace(held, effects={**held.effects, name: _with(before, row)})
         if route.is_own_code:
             state = self._pickled()
             if state != held.state:
@@ -211,11 +219,6 @@ class Provider:
     def _kept(self, key: str, now: float) -> Kept | None:
         kept = self._held.keys.get(key)
         return None if kept is None or (kept.until is not None and kept.until <= now) else kept
-
-    def _row(self, request: Request) -> Row:
-        if request.method in REPEATABLE or self.key_header is None:
-            return (url_cell(request.url), body_cell(request))
-        return (request.key, url_cell(request.url), body_cell(request))
 
     def _pickled(self) -> bytes:
         try:
@@ -358,22 +361,19 @@ class Provider:
         now = self.stage.now()
         keys = {key: kept for key, kept in self._held.keys.items() if kept.until is None or kept.until > now}
         if len(keys) < len(self._held.keys):
-            self._held, self._stale = replace(self._held, keys=keys), True
+            rows: tuple[Row, ...] = ()
+            for key, kept in keys.items():
+                rows = _with(rows, _key_row(key, kept))
+            self._held, self._stale = replace(self._held, keys=keys, key_rows=rows), True
 
     def _build(self) -> Version:
-        rows: dict[str, list[Row]] = {}
-        for name, row in self._held.effects:
-            rows.setdefault(name, []).append(row)
-        relations = {name: self._effects(name, tuple(found)) for name, found in rows.items()}
+        relations = {name: self._effects(name, rows) for name, rows in self._held.effects.items()}
         name = f"{self.url} state"
         relations[name] = self._relation(name, ("name", "item", "value"), _state_rows(self.state), keys=(0, 1))
         if self.key_header is not None:
             name = f"{self.url} keys"
-            kept = tuple(
-                (key, each.request, each.answer.status, each.answer.body.decode("utf-8", "replace"))
-                for key, each in sorted(self._held.keys.items())
-            )
-            relations[name] = self._relation(name, ("sent key", "request", "status", "answer"), kept, memory=True)
+            columns = ("sent key", "request", "status", "answer")
+            relations[name] = self._relation(name, columns, self._held.key_rows, memory=True)
         ends = {kept.until for kept in self._held.keys.values() if kept.until is not None}
         return Version(relations, tuple(sorted(ends)))
 
@@ -385,10 +385,22 @@ class Provider:
 
     def _relation(self, name: str, columns: tuple[str, ...], rows: tuple[Row, ...], **more: Any) -> Relation:
         """The same object for the same rows, over all states of the check."""
+        current = self.version.relations.get(name)
+        if current is not None and current.rows is rows:
+            return current
         known = self._relations.get((name, rows))
         if known is None:
             known = self._relations[name, rows] = Relation(name, columns, rows, **more)
         return known
+
+
+def _with(rows: tuple[Row, ...], row: Row) -> tuple[Row, ...]:
+    at = bisect(rows, repr(row), key=repr)
+    return (*rows[:at], row, *rows[at:])
+
+
+def _key_row(key: str, kept: Kept) -> Row:
+    return (key, kept.request, kept.answer.status, kept.answer.body.decode("utf-8", "replace"))
 
 
 def _same(one: Version, other: Version) -> bool:

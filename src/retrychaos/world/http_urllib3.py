@@ -82,10 +82,12 @@ class _Original:
 def response_of(answer: Answer, **more: Any) -> Any:
     """An urllib3 response."""
     headers = urllib3.HTTPHeaderDict()
-    message = http.client.HTTPMessage()
+    original: Any = None
     for name, value in answer.headers:
         headers.add(name, value)
-        message[name] = value
+        if name.lower() == "set-cookie":  # only for that does anybody look at it, and looking costs
+            original = original or _Original(http.client.HTTPMessage(), more.get("request_method"))
+            original.msg[name] = value
     return urllib3.response.HTTPResponse(
         body=io.BytesIO(answer.body),
         headers=headers,
@@ -94,7 +96,7 @@ def response_of(answer: Answer, **more: Any) -> Any:
         version_string="HTTP/1.1",
         reason=answer.reason,
         enforce_content_length=False,
-        original_response=_Original(message, more.get("request_method")),  # type: ignore[arg-type]
+        original_response=original,
         **more,
     )
 
