@@ -154,6 +154,39 @@ def test_a_provider_goes_before_a_mock(chaos: Chaos, orders: Engine, pay: Provid
     assert len(pay.calls) == 1
 
 
+def test_something_stands_in_for_aiohttp(
+    chaos: Chaos, orders: Engine, pay: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As aioresponses does."""
+
+    class Answer:
+        status, headers, _body = 201, {"x": "y"}, b"{}"
+
+        async def read(self) -> bytes:
+            return self._body
+
+    async def stand_in(session: Any, method: str, url: Any, **more: Any) -> Any:
+        return Answer()
+
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", stand_in)
+
+    def job(method: str) -> None:
+        async def send() -> None:
+            async with aiohttp.ClientSession() as session:
+                await session._request(method, "https://r.test/c", json={"a": 1}, params={"b": "2"})
+                reply = await session._request("POST", f"{PAY}/charges", json={}, headers={"Idempotency-Key": "1"})
+                assert await reply.json() == {"id": "ch_1"}
+
+        asyncio.run(send())
+        set_paid(orders, 1, "x")
+
+    chaos = chaos(duplicates=2, budget=60)
+    assert findings(chaos.explore(job, "POST")) == [("duplicated", "POST https://r.test/c")]
+    fresh(orders)
+    assert chaos.explore(job, "PUT").verdict == "proven"
+    assert len(pay.calls) == 1 and pay.calls[0].key == "1"
+
+
 @responses.activate
 def test_an_address_with_ids_is_one_effect(chaos: Chaos, orders: Engine) -> None:
     responses.post(re.compile(rf"{PAY}/orders/.*"), json={}, status=201)

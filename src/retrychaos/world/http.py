@@ -130,7 +130,7 @@ class Http:
         def hook() -> None:
             try:
                 make(traffic, self._patches)
-            except (ImportError, AttributeError) as problem:
+            except (ImportError, AttributeError, KeyError) as problem:
                 self._unhooked(problem)
 
         return hook

@@ -5,6 +5,7 @@ A middleware, put innermost for the time of a check, sees each request below aio
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from typing import Any
 
@@ -130,9 +131,16 @@ async def _mocked(traffic: Traffic, original: Any, session: Any, method: str, ur
         made = aiohttp.JsonPayload(more["json"])
     body = await made.as_bytes() if isinstance(made, aiohttp.Payload) else read_whole(made)[0]
     request = request_of(method, str(full), more.get("headers"), body)
-    through = original
+    asked = session._request_class(
+        method.upper(),
+        full,
+        headers=session._prepare_headers(more.get("headers")),
+        loop=asyncio.get_running_loop(),
+        response_class=session._response_class,
+        session=session,
+    )
     return await traffic.exchange_async(
-        "aiohttp", _CLIENT, (session, None), request, lambda: through(session, method, url, **more), _read
+        "aiohttp", _CLIENT, (session, asked), request, lambda: original(session, method, url, **more), _read
     )
 
 

@@ -187,7 +187,11 @@ class Traffic:
         return next((each for each in self.providers if each.covers(url)), None) if self.providers else None
 
     def exchange(self, layer: object, client: Client, native: Any, request: Request, through: Callable[[], Any]) -> Any:
-        """One request of a synchronous client. `through` lets it pass on to whatever is below `layer`."""
+        """One request of a synchronous client. `through` lets it pass on to whatever is below `layer`.
+
+        When _enter() has returned, nothing has happened yet: ``client.refused(native)`` raised there is an error before
+        the step. When _answer() or _passed() has, it is done: ``client.unanswered(native)`` there is a lost reply.
+        """
         crossing = self.announced(layer, request)
         token = None
         if crossing is None:

@@ -18,7 +18,7 @@ import urllib3.response
 
 from retrychaos.world.http_model import Answer, is_local, read_whole, request_of
 from retrychaos.world.http_patches import Patch
-from retrychaos.world.http_stdlib import connection_refused
+from retrychaos.world.http_stdlib import connection_refused, genuine
 from retrychaos.world.http_traffic import Traffic
 
 
@@ -171,7 +171,7 @@ def hook(traffic: Traffic, patch: Patch) -> None:
 
     patch(urllib3.connectionpool.HTTPConnectionPool, "_make_request", make_request)
     patch(urllib3.connectionpool.HTTPSConnectionPool, "_prepare_proxy", prepare_proxy)
-    patch(urllib3.connection.HTTPConnection, "_new_conn", new_conn)
+    patch(genuine("urllib3.connection", urllib3.connection.HTTPConnection), "_new_conn", new_conn)
 
 
 def _url(pool: Any, url: str) -> str:
