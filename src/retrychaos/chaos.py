@@ -161,8 +161,8 @@ class Chaos:
                 "really calls."
             )
             report = replace(report, notes=(*report.notes, note))
-        if warned := self._http.warnings():
-            report = replace(report, warnings=(*report.warnings, *warned))
+        notes = (*report.notes, *self._http.notes())
+        report = replace(report, notes=notes, warnings=(*report.warnings, *self._http.warnings()))
         self.reports.append(report)
         return report
 

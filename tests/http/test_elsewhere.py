@@ -348,3 +348,129 @@ def test_inside_a_watched_call_it_is_covered(chaos: Chaos, orders: Engine, https
 
     report = chaos.explore(job)
     assert report.verdict == "proven", full_text(report)
+
+
+# -- what may have arrived -------------------------------------------------------------------------------------------
+
+
+def test_no_answer_in_time_is_no_excuse(chaos: Chaos, orders: Engine) -> None:
+    """Sent and forgotten: whoever does not wait for the answer has sent it nevertheless."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+
+        def by_requests() -> None:
+            requests.post(url, json={}, timeout=0.05)
+
+        def by_http() -> None:
+            httpx.post(url, json={}, timeout=0.05)
+
+        def by_wait() -> None:
+            async def send() -> None:
+                async with aiohttp.ClientSession() as session:
+                    await asyncio.wait_for(session.post(url, json={}), 0.05)
+
+            asyncio.run(send())
+
+        def by_limit() -> None:
+            async def send() -> None:
+                async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=0.05)) as session:
+                    await session.post(url, json={})
+
+            asyncio.run(send())
+
+        for send in (by_requests, by_http, by_wait, by_limit):
+
+            def job() -> None:
+                with pytest.raises((OSError, httpx.ReadTimeout, TimeoutError)):
+                    send()  # noqa: B023
+                set_paid(orders, 1, "x")
+
+            fresh(orders)
+            assert findings(chaos.explore(job)) == [("duplicated", "POST http://localhost/x")], send
+
+
+@responses.activate
+def test_a_mock_that_gives_no_answer(chaos: Chaos, orders: Engine) -> None:
+    responses.post("https://slow.test/x", body=requests.ReadTimeout("too slow"))
+    responses.post("https://down.test/x", body=requests.ConnectTimeout("nobody there"))
+
+    def job(url: str) -> None:
+        with contextlib.suppress(requests.RequestException):
+            requests.post(url, json={})
+        set_paid(orders, 1, "x")
+
+    assert findings(chaos.explore(job, "https://slow.test/x")) == [("duplicated", "POST https://slow.test/x")]
+    fresh(orders)
+    assert chaos.explore(job, "https://down.test/x").verdict == "proven"
+
+
+@responses.activate
+def test_a_key_that_is_sent_to_a_mock(chaos: Chaos, orders: Engine) -> None:
+    responses.post("https://mock.test/x", json={})
+
+    def job() -> None:
+        requests.post("https://mock.test/x", json={}, headers={"idempotency-key": "1"})
+        set_paid(orders, 1, "x")
+
+    report = chaos.explore(job)
+    assert findings(report) == [("duplicated", "POST https://mock.test/x")]
+    assert any("sent with an Idempotency-Key" in note and "chaos.http.provider" in note for note in report.notes)
+
+
+def test_a_transport_that_changes_the_address(chaos: Chaos, orders: Engine, pay: Provider) -> None:
+    class ByName(httpx.BaseTransport):
+        def __init__(self) -> None:
+            self.below = httpx.HTTPTransport()
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            moved = httpx.Request(
+                request.method, f"{PAY}{request.url.path}", headers=request.headers, content=request.read()
+            )
+            return self.below.handle_request(moved)
+
+    def job() -> None:
+        with httpx.Client(transport=ByName()) as client:
+            client.post("http://pay.service/charges", json={}, headers={"Idempotency-Key": "1"}).raise_for_status()
+        set_paid(orders, 1, "x")
+
+    report = chaos.explore(job)
+    assert len(pay.requests) == 1
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_a_pool_of_threads_that_is_older_than_the_check(chaos: Chaos, orders: Engine, pay: Provider) -> None:
+    """It is seen what is sent there. (In a fork there is no such thread, so the check cannot come to an end.)"""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def job() -> None:
+            pool.submit(lambda: requests.post(f"{PAY}/charges", json={})).result().raise_for_status()
+            set_paid(orders, 1, "x")
+
+        chaos(budget=2).explore(job)
+    assert len(pay.calls) == 1
+
+
+def test_other_protocols_over_http_client_are_escapes(chaos: Chaos, orders: Engine) -> None:
+    import threading
+    import xmlrpc.client
+    from xmlrpc.server import SimpleXMLRPCServer
+
+    with SimpleXMLRPCServer(("127.0.0.1", 0), logRequests=False) as server:
+        server.register_function(int, "take")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+
+        def job(where: str) -> None:
+            with contextlib.suppress(OSError):
+                xmlrpc.client.ServerProxy(where).take(1)
+            set_paid(orders, 1, "x")
+
+        report = chaos.explore(job, url)
+        assert report.verdict == "inconclusive" and "connection to localhost" in report.stop_reason
+        fresh(orders)
+        report = chaos.explore(job, "http://nobody.test")
+        assert report.verdict == "inconclusive" and "nobody answers" in report.stop_reason
+        server.shutdown()

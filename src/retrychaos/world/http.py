@@ -27,6 +27,7 @@ class Http:
         self.stage: Stage | None = None
         self._calls: Calls | None = None
         self._traffic: Traffic | None = None
+        self._keyed: tuple[str, ...] = ()
         self._patches = Patches()
         self._imports: Imports | None = None
 
@@ -89,6 +90,16 @@ class Http:
             provider.over()
         self.stage = None
 
+    def notes(self) -> list[str]:
+        """What helps to understand a report."""
+        if not self._keyed:
+            return []
+        return [
+            f"{', '.join(self._keyed)}: sent with an Idempotency-Key, and answered by a tool or server of which it is "
+            "not known that it honours keys, so each request counted. If the real receiver does, answer by "
+            'chaos.http.provider(..., key_header="Idempotency-Key").'
+        ]
+
     def warnings(self) -> list[str]:
         """What somebody who declared providers should know after a check."""
         return [line for provider in self.providers for line in provider.warnings()]
@@ -110,6 +121,7 @@ class Http:
         self._patches.undo()
         if self._traffic is not None:
             self._traffic.end_delivery()
+            self._keyed = tuple(self._traffic.keyed)
             self._traffic = None
 
     def part(self, blobs: Mapping[str, Blob], folder: str) -> None:

@@ -17,7 +17,7 @@ from aiohttp.helpers import TimerNoop
 from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from retrychaos.world.http_model import Answer, Request, read_whole, request_of
+from retrychaos.world.http_model import Answer, Request, read_whole, request_of, visible
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused
 from retrychaos.world.http_traffic import Traffic
@@ -57,7 +57,7 @@ class Aiohttp:
     def reading(self, reply: Any, whole: bool) -> tuple[Any, ...]:
         if not whole:
             return (reply.status,)
-        return (reply.status, sorted(reply.headers.items()), reply._body)
+        return (reply.status, visible(reply.headers.items()), reply._body)
 
     def refused(self, native: tuple[Any, Any]) -> BaseException:
         return _refused(native[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from retrychaos.world.http_model import Answer, Request, request_of
+from retrychaos.world.http_model import Answer, Request, request_of, visible
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused
 from retrychaos.world.http_traffic import Traffic
@@ -33,7 +33,7 @@ class Httpx:
             return (reply.status_code,)
         if isinstance(reply.stream, httpx.SyncByteStream) and not hasattr(reply, "_content"):
             reply.read()
-        return (reply.status_code, sorted(reply.headers.items()), reply.content)
+        return (reply.status_code, visible(reply.headers.items()), reply.content)
 
     def refused(self, native: Any) -> BaseException:
         return httpx.ConnectError(str(connection_refused()), request=native)

@@ -30,6 +30,9 @@ _ID = re.compile(
     r"\d+|[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}|(?=.*\d)[0-9a-fA-F]{8,}|(?=.*\d)[\w~+=-]{16,}"
 )
 _BINARY_LIMIT = 64
+_FLEETING = frozenset(
+    {"date", "age", "expires", "server-timing", "x-request-id", "x-amzn-requestid", "x-amz-request-id", "cf-ray"}
+)
 
 
 class Headers(Mapping[str, str]):
@@ -274,6 +277,12 @@ def body_text(request: Request, limit: int = 60) -> str:
     """The body for people, on one line."""
     cell = body_cell(request)
     return "" if cell is None else (cell if isinstance(cell, str) else short(cell, limit))[:limit]
+
+
+def visible(headers: Iterable[tuple[Any, Any]]) -> list[tuple[str, str]]:
+    """Headers of an answer that a job may go by: not those that are new in every answer."""
+    pairs = ((_header_text(name).lower(), _header_text(value)) for name, value in headers)
+    return sorted((name, value) for name, value in pairs if name not in _FLEETING)
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------

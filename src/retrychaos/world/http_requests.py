@@ -13,7 +13,7 @@ import requests.adapters
 import requests.sessions
 import urllib3.exceptions
 
-from retrychaos.world.http_model import Answer, Request, read_whole, request_of
+from retrychaos.world.http_model import Answer, Request, read_whole, request_of, visible
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused
 from retrychaos.world.http_traffic import Traffic
@@ -34,7 +34,7 @@ class Requests:
     def reading(self, reply: Any, whole: bool) -> tuple[Any, ...]:
         if not whole:
             return (reply.status_code,)
-        return (reply.status_code, sorted(reply.headers.items()), reply.content)
+        return (reply.status_code, visible(reply.headers.items()), reply.content)
 
     def refused(self, native: tuple[Any, Any]) -> BaseException:
         prepared = native[1]

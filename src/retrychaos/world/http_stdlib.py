@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from retrychaos.world.http_model import Answer, read_whole, request_of
+from retrychaos.world.http_model import Answer, read_whole, request_of, visible
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_traffic import Traffic
 
@@ -49,7 +49,7 @@ class HttpClient:
         body = reply.read()
         reply.fp = io.BytesIO(body)
         reply.length, reply.chunked = len(body), False
-        return (reply.status, reply.getheaders(), body)
+        return (reply.status, visible(reply.getheaders()), body)
 
     def refused(self, native: Any) -> BaseException:
         return connection_refused()

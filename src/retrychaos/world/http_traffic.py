@@ -7,27 +7,26 @@ lets it pass. So a request counts once, and one that a client repeats by itself 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from retrychaos.model.errors import WorldError
-from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.world.calls import Calls
+from retrychaos.world.http_elsewhere import Elsewhere
 from retrychaos.world.http_model import (
     REPEATABLE,
     Answer,
     Request,
-    body_cell,
     body_text,
     is_local,
     origin,
     place_of,
-    url_cell,
 )
 from retrychaos.world.http_provider import Provider
 from retrychaos.world.resource import Stage
@@ -72,96 +71,6 @@ class Crossing:
 _open: ContextVar[tuple[Crossing, ...]] = ContextVar("retrychaos_http", default=())
 
 
-class Elsewhere:
-    """What reached others than providers: servers on this machine, and tools of the test that answer requests.
-
-    Only what arrived is known of them; their own state is not put back.
-    """
-
-    name = "http"
-    label = "HTTP servers"
-    alone = ""
-
-    def __init__(self) -> None:
-        self.version = Version({})
-        self.commits = 0
-        self.shared = False
-        """A real server was spoken to, which forks have in common."""
-        self._rows: tuple[tuple[str, Row], ...] = ()
-        self._relations: dict[tuple[str, tuple[Row, ...]], Relation] = {}
-
-    def arrived(self, effect: str, request: Request) -> None:
-        row = (url_cell(request.url), body_cell(request))
-        if request.method not in REPEATABLE or (effect, row) not in self._rows:
-            self._rows = (*self._rows, (effect, row))
-
-    @property
-    def private(self) -> bool:
-        return not self.shared
-
-    def refresh(self) -> Version:
-        if len(self._rows) != sum(len(relation.rows) for relation in self.version.relations.values()):
-            self.commits += 1
-            grouped: dict[str, list[Row]] = {}
-            for effect, row in self._rows:
-                grouped.setdefault(effect, []).append(row)
-            self.version = Version({name: self._relation(name, tuple(rows)) for name, rows in grouped.items()})
-        return self.version
-
-    def _relation(self, name: str, rows: tuple[Row, ...]) -> Relation:
-        known = self._relations.get((name, rows))
-        if known is None:
-            again = name.split()[0] in REPEATABLE
-            known = Relation(name, ("url", "body"), rows, external=True, repeatable=again)
-            self._relations[name, rows] = known
-        return known
-
-    def sweep(self) -> Version:
-        return self.refresh()
-
-    def save(self) -> tuple[tuple[str, Row], ...]:
-        return self._rows
-
-    def restore(self, version: Version, blob: tuple[tuple[str, Row], ...]) -> None:
-        self._rows, self.version = blob, version
-
-    def end_delivery(self) -> Sequence[str]:
-        return ()
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Hashable:
-        return None
-
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
-
-    def holds(self, owner: object) -> str:
-        return ""
-
-    def shift(self, seconds: float) -> None:
-        """Servers have clocks of their own."""
-
-    def land(self, ahead: float) -> None:
-        """What has arrived stays."""
-
-    def shift_ids(self, by: int) -> None:
-        """Nothing is known of ids that servers draw."""
-
-    def distrust(self) -> None:
-        """Only what this process has sent is known anyway."""
-
-    def close(self) -> None:
-        self._rows, self._relations = (), {}
-
-
 class Traffic:
     """What the hooks of all clients share during a check."""
 
@@ -171,6 +80,8 @@ class Traffic:
         self.elsewhere = Elsewhere()
         self._calls = calls
         self._elders = frozenset(threading._active) - {threading.get_ident()}  # type: ignore[attr-defined]
+        self.keyed: dict[str, None] = {}
+        """Effects whose requests had a key, at somebody of whom it is not known whether he honours keys."""
         self._answering: set[int] = set()
         """Threads in which code of a route is on."""
         self._connections: list[tuple[object, Callable[[], None]]] = []
@@ -179,8 +90,11 @@ class Traffic:
 
     @property
     def looks_away(self) -> bool:
-        """What happens now is none of our business: no delivery runs, or it is the thread of a server of the test."""
-        return not self.stage.running or threading.get_ident() in self._elders
+        """What happens now is none of our business: no delivery runs, or it is the thread of a server or a tool."""
+        if not self.stage.running:
+            return True
+        # A pool of threads that an earlier delivery has filled runs code of the user.
+        return threading.get_ident() in self._elders and user_site(sys._getframe(1)) is None
 
     def provider_for(self, url: str) -> Provider | None:
         """Who answers for an address in its one form."""
@@ -209,7 +123,8 @@ class Traffic:
         finally:
             if token is not None:
                 _open.reset(token)
-        self._passed(crossing, client.reading(reply, self.stage.concurrent))
+        if self._passed(crossing, client.reading(reply, False)[0]):
+            self.stage.observed(*client.reading(reply, True))
         return reply
 
     async def exchange_async(
@@ -233,15 +148,15 @@ class Traffic:
             token = _open.set((*_open.get(), crossing))
         try:
             reply = await through()
-            if self.stage.concurrent:
-                await read(reply)
-        except Exception as problem:
+        except (Exception, asyncio.CancelledError) as problem:  # cancelled: a time limit of the job's own
             self._failed(crossing, problem)
             raise
         finally:
             if token is not None:
                 _open.reset(token)
-        self._passed(crossing, client.reading(reply, self.stage.concurrent))
+        if self._passed(crossing, client.reading(reply, False)[0]):
+            await read(reply)
+            self.stage.observed(*client.reading(reply, True))
         return reply
 
     # -- before and after --------------------------------------------------------------------------------------------
@@ -249,10 +164,15 @@ class Traffic:
     def announced(self, layer: object, request: Request) -> Crossing | None:
         """What a layer above has announced, if it is this very request, and no other has let it pass since."""
         for above in reversed(_open.get()):
-            same = above.request.method == request.method and above.request.url == request.url
-            if same and not above.seen_below and above.layer != layer and above.owner is self.stage.owner:
+            if above.seen_below or above.layer == layer or above.owner is not self.stage.owner:
+                continue
+            if above.request.method == request.method and above.request.url == request.url:
                 above.seen_below = True
                 return above
+            if above.request.method == request.method and request.body and above.request.body == request.body:
+                # Something in between sends it to another address: this is the request that arrives, not that one.
+                above.seen_below = above.noted = True
+                return None
         return None
 
     def _enter(self, layer: object, request: Request) -> Crossing | None:
@@ -297,20 +217,31 @@ class Traffic:
         self.stage.observed(answer.status, answer.headers, answer.body)
         return answer
 
-    def _passed(self, crossing: Crossing, seen: tuple[Any, ...]) -> None:
-        """Somebody else has answered. A refusal is no effect."""
+    def _passed(self, crossing: Crossing, status: int) -> bool:
+        """Somebody else has answered. A refusal is no effect. Does it matter what the job gets to see?"""
         if crossing.noted:
-            return  # by a layer below, which has seen the very answer
+            return False  # by a layer below, which has seen the very answer
         crossing.noted = True
-        if not crossing.request.is_read and seen[0] < 400:
-            self.elsewhere.arrived(crossing.effect, crossing.request)
-            self.stage.touched(self.elsewhere)
-        self.stage.observed(*seen)
+        if status < 400:
+            self._arrived(crossing)
+        return self.stage.concurrent
 
-    def _failed(self, crossing: Crossing, problem: Exception) -> None:
-        """Nobody has answered; nothing is known to have happened."""
-        crossing.noted = True
+    def _failed(self, crossing: Crossing, problem: BaseException) -> None:
+        """There is no answer. The request has arrived nevertheless, unless nobody was there to take it."""
+        if not crossing.noted:
+            crossing.noted = True
+            if may_have_arrived(problem):
+                self._arrived(crossing)
         self.stage.observed("error", type(problem).__name__, str(problem))
+
+    def _arrived(self, crossing: Crossing) -> None:
+        request = crossing.request
+        if request.is_read:
+            return
+        self.elsewhere.arrived(crossing.effect, request)
+        self.stage.touched(self.elsewhere)
+        if request.method not in REPEATABLE and "Idempotency-Key" in request.headers:
+            self.keyed[crossing.effect] = None
 
     # -- real connections --------------------------------------------------------------------------------------------
 
@@ -368,3 +299,29 @@ class Traffic:
         )
         self.stage.doubt(text)
         self.stage.excuse(WorldError(text))
+
+
+_NOT_SENT = ("Connect", "NewConnection", "NameResolution", "Pool", "ClientConnector", "Proxy", "SSL", "Invalid")
+_SENT = ("Timeout", "Read", "Write", "Protocol", "Disconnected", "Reset", "Cancelled", "Incomplete", "BrokenPipe")
+
+
+def may_have_arrived(problem: BaseException) -> bool:
+    """An error of a client after the request was sent: whether it was carried out, the client cannot know."""
+    names = {type(each).__name__ for each in _chain(problem)}
+    if any(name.startswith(_NOT_SENT) and name not in ("ConnectionResetError", "ConnectionError") for name in names):
+        return False
+    return any(part in name for name in names for part in _SENT)
+
+
+def _chain(problem: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it comes from."""
+    seen: list[BaseException] = []
+    waiting = [problem]
+    while waiting:
+        each = waiting.pop()
+        if any(each is other for other in seen):
+            continue
+        seen.append(each)
+        yield each
+        inner = (each.__cause__, each.__context__, getattr(each, "reason", None), *each.args)
+        waiting += [other for other in inner if isinstance(other, BaseException)]

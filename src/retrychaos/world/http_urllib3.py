@@ -16,7 +16,7 @@ import urllib3.connectionpool
 import urllib3.exceptions
 import urllib3.response
 
-from retrychaos.world.http_model import Answer, is_local, read_whole, request_of
+from retrychaos.world.http_model import Answer, is_local, read_whole, request_of, visible
 from retrychaos.world.http_patches import Patch
 from retrychaos.world.http_stdlib import connection_refused, genuine
 from retrychaos.world.http_traffic import Traffic
@@ -52,7 +52,7 @@ class Urllib3:
     def reading(self, reply: Any, whole: bool) -> tuple[Any, ...]:
         if not whole:
             return (reply.status,)
-        return (reply.status, sorted(reply.headers.items()), _body(reply))
+        return (reply.status, visible(reply.headers.items()), _body(reply))
 
     def refused(self, native: _Asked) -> BaseException:
         return new_connection_error(native.conn)

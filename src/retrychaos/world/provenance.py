@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import FrameType
 from typing import NamedTuple
 
@@ -18,7 +19,11 @@ _IMPORTING = frozenset({"importlib._bootstrap_external", "_frozen_importlib_exte
 _PROBES = frozenset({"platform", "uuid", "ctypes.util"})
 """Modules that ask other programs about the machine."""
 
-_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns))
+_HTTP = ("aiohttp", "httpx", "requests", "stdlib", "traffic", "urllib3")
+_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns)) | frozenset(
+    os.path.join(os.path.dirname(calls.__file__), f"http_{name}.py")  # not imported: only who uses HTTP shall load them
+    for name in _HTTP
+)
 """Our wrappers around functions of others: what happens beneath is not our doing."""
 
 
