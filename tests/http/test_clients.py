@@ -226,7 +226,7 @@ def test_a_transport_of_the_users_that_repeats(chaos: Chaos, pay: Provider, orde
     assert len(pay.requests) == 2
 
 
-def test_a_job_that_imports_its_client_itself(chaos: Chaos, pytester: pytest.Pytester) -> None:
+def test_a_job_that_imports_its_client_itself(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(
         """
         import sys
@@ -251,11 +251,12 @@ def test_a_job_that_imports_its_client_itself(chaos: Chaos, pytester: pytest.Pyt
             assert HTTPConnectionPool._make_request.__module__ == "urllib3.connectionpool"
         """
     )
-    result = pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:pytest_httpserver", "-p", "no:respx")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins import clients
+    result = pytester.runpytest_subprocess("-p", "retrychaos.plugin")
     result.assert_outcomes(passed=1)
 
 
-def test_no_client_is_imported_by_a_check(pytester: pytest.Pytester) -> None:
+def test_no_client_is_imported_by_a_check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(
         """
         import sys
@@ -274,7 +275,8 @@ def test_no_client_is_imported_by_a_check(pytester: pytest.Pytester) -> None:
             assert not names & (set(sys.modules) - before)
         """
     )
-    result = pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:pytest_httpserver", "-p", "no:respx")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins import clients
+    result = pytester.runpytest_subprocess("-p", "retrychaos.plugin")
     result.assert_outcomes(passed=1)
 
 
