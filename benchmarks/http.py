@@ -78,7 +78,7 @@ def _in_a_check(job: Callable[[Any], None]) -> float:
         pay = chaos.http.provider("https://api.pay.test", key_header="Idempotency-Key", key_ttl="24h")
         pay.post("/charges", json={"id": "ch_1"}, status=201)
         clock, chance = Clock(), Chance("benchmark")
-        world = World(now=clock.now, options=vars(chaos.options), drew=chance.drew)
+        world = World(now=clock.now, options=vars(chaos.options), drew=chance.drew, aside=chance.aside)
         workshop = Workshop(world, clock, chance)
         chaos._furnish(world, workshop)
         spent: list[float] = []

@@ -187,7 +187,7 @@ class Chaos:
             raise ChaosError("a check is running already in this process: a job under check must not check another.")
         _checks[name] += 1
         clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
-        world = World(now=clock.now, drew=chance.drew, options=vars(self.options))
+        world = World(now=clock.now, drew=chance.drew, aside=chance.aside, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
         self._furnish(world, workshop)
         this = Job(job, args, kwargs)

@@ -213,6 +213,29 @@ def test_key_of_a_request_with_volatile_parts(chaos: Chaos, pay: Provider, order
     assert chaos.explore(job, True).verdict == "proven"
 
 
+@pytest.mark.parametrize("duplicates", [1, 2])
+def test_ids_that_a_provider_draws(chaos: Chaos, pay: Provider, orders: Engine, duplicates: int) -> None:
+    def create(request: Request) -> Response:
+        number = str(uuid.uuid4())
+        pay.state.setdefault("charges", {})[number] = {"at": datetime.datetime.now().isoformat()}
+        return Response(201, {"id": number, "secret": uuid.uuid4().hex})
+
+    pay.post("/charges", create)
+
+    def job(key: str) -> None:
+        if not is_paid(orders, 1):
+            headers = {"Idempotency-Key": key} if key else {}
+            set_paid(orders, 1, requests.post(f"{PAY}/charges", json={}, headers=headers).json()["id"])
+
+    chaos = chaos(duplicates=duplicates, budget=60)
+    good = chaos.explore(job, "order-1")
+    assert good.verdict == "proven", full_text(good)
+    fresh(orders)
+    pay.state.clear()
+    bad = chaos.explore(job, "")
+    assert ("duplicated", CHARGE) in findings(bad) and bad.verdict == "failed", full_text(bad)
+
+
 # -- what counts -----------------------------------------------------------------------------------------------------
 
 
