@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import http.client
 import io
 import logging
 import os
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,12 +27,21 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeAlias
 
+import aiohttp
+import aiohttp.connector
 import fakeredis
+import httpcore
+import httpx
 import pytest
 import redis
 import redis.client
 import redis.connection
 import redis.lock
+import requests
+import requests.adapters
+import responses
+import urllib3.connection
+import urllib3.connectionpool
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
@@ -84,6 +95,22 @@ _CLASSES: tuple[type, ...] = (
     Pool,
     Session,
     DefaultDialect,
+    http.client.HTTPConnection,
+    urllib.request.AbstractHTTPHandler,
+    urllib3.connection.HTTPConnection,
+    urllib3.connectionpool.HTTPConnectionPool,
+    urllib3.connectionpool.HTTPSConnectionPool,
+    requests.Session,
+    requests.adapters.HTTPAdapter,
+    httpx.Client,
+    httpx.AsyncClient,
+    httpx.HTTPTransport,
+    httpx.AsyncHTTPTransport,
+    httpcore.SyncBackend,
+    aiohttp.ClientSession,
+    aiohttp.connector.BaseConnector,
+    responses.Response,
+    responses.CallbackResponse,
 )
 _DISPATCHERS: tuple[type, ...] = (Engine, Pool, DefaultDialect, Session)
 _SIGNALS = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
@@ -109,6 +136,7 @@ class Witness:
         self.traces = (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())
         self.hooks = (sys.excepthook, sys.unraisablehook, threading.excepthook)
         self.chance = random.getstate()
+        self.finders = list(sys.meta_path)
         self.environment = dict(os.environ)
         self.folder = os.getcwd()
         self.collector = (gc.isenabled(), gc.get_threshold(), len(gc.callbacks))

@@ -1,4 +1,4 @@
-"""Every example of the README is run as a newcomer would run it, and its output is the real one."""
+"""Every example of the README and of docs/ is run as a newcomer would run it, and its output is the real one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```python\n(.*?)```", re.S)
 OUTPUT = re.compile(r"<!-- output: (\S+) -->\n```text\n(.*?)```", re.S)
 EXAMPLES = dict(EXAMPLE.findall(README))
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 OUTPUTS = dict(OUTPUT.findall(README))
 
 
@@ -20,14 +21,18 @@ def steady(text: str) -> list[str]:
     return [re.sub(r"\d+\.\d\d s\b", "0.00 s", line.rstrip()) for line in text.strip().splitlines()]
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in OUTPUTS])
+RUN = {name: code for name, code in EXAMPLES.items() if name not in OUTPUTS}
+RUN |= {f"{page}/{name}": code for page, text in PAGES.items() for name, code in EXAMPLE.findall(text)}
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_examples_pass(pytester: pytest.Pytester, name: str) -> None:
-    pytester.path.joinpath(name).write_text(EXAMPLES[name])
+    pytester.path.joinpath(name.rpartition("/")[2]).write_text(RUN[name])
     result = pytester.runpytest_subprocess(
         "-W", "error", "-p", "no:randomly", "--chaos-budget=60"
     )  # on a busy machine, too
     assert result.ret == 0, result.stdout.str()
-    assert result.parseoutcomes()["passed"] == EXAMPLES[name].count("def test_")
+    assert result.parseoutcomes()["passed"] == RUN[name].count("def test_")
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -43,6 +48,9 @@ def test_the_output_is_the_real_one(pytester: pytest.Pytester, name: str) -> Non
 def test_every_block_of_python_is_an_example() -> None:
     assert README.count("```python") == len(EXAMPLES) > 2
     assert set(OUTPUTS) <= set(EXAMPLES)
+    assert PAGES
+    for name, page in PAGES.items():
+        assert page.count("```python") == len(EXAMPLE.findall(page)) > 0, name
 
 
 def test_options_are_documented_and_no_others() -> None:

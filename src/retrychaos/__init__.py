@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from retrychaos.model.plan import Plan
     from retrychaos.model.report import Finding, Report, Run
+    from retrychaos.world.http_model import Request, Response
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "Request",
+    "Response",
     "Run",
     "WorldError",
 ]
@@ -48,6 +51,8 @@ _HOMES = {
     "Finding": "retrychaos.model.report",
     "Report": "retrychaos.model.report",
     "Run": "retrychaos.model.report",
+    "Request": "retrychaos.world.http_model",
+    "Response": "retrychaos.world.http_model",
 }
 
 

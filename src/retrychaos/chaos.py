@@ -28,6 +28,7 @@ from retrychaos.runtime.clock import Clock
 from retrychaos.runtime.delivery import Job, Workshop
 from retrychaos.world.calls import MISSING, Calls, Watched
 from retrychaos.world.escapes import Escapes
+from retrychaos.world.http import Http
 from retrychaos.world.mail import Mails
 from retrychaos.world.mailbox import Mailbox
 from retrychaos.world.resource import Source
@@ -61,6 +62,7 @@ class Chaos:
         self.streams: list[Any] = []
         """Open files (or what fstat says of them) that are not the job's: what is written there is no effect."""
         self._calls = Calls()
+        self._http = Http()
         self._embedded = _Embedded()
         self._mailbox = Mailbox()
         self._files = Files(self._embedded.folder / "files")
@@ -116,6 +118,11 @@ class Chaos:
     # -- the embedded world -----------------------------------------------------------------------------------------
 
     @property
+    def http(self) -> Http:
+        """Providers that answer HTTP requests inside the process: ``chaos.http.provider("https://api.pay.test")``."""
+        return self._http
+
+    @property
     def sql(self) -> Engine:
         """A SQLAlchemy engine on a SQLite file of this test."""
         return self._embedded.sql
@@ -169,6 +176,8 @@ class Chaos:
                 "really calls."
             )
             report = replace(report, notes=(*report.notes, note))
+        notes = (*report.notes, *self._http.notes())
+        report = replace(report, notes=notes, warnings=(*report.warnings, *self._http.warnings()))
         self.reports.append(report)
         return report
 
@@ -207,12 +216,13 @@ class Chaos:
         global _running
         _checks[name] += 1
         clock, chance = Clock(), Chance(f"{name} {_checks[name]}")
-        world = World(now=clock.now, drew=chance.drew, options=vars(self.options))
+        world = World(now=clock.now, drew=chance.drew, aside=chance.aside, options=vars(self.options))
         workshop = Workshop(world, clock, chance)
         mails = self._furnish(world, workshop)
 
         def clean_run_done() -> None:
             self._calls.clean_run_done()
+            self._http.clean_run_done()
             mails.clean_run_done()
 
         this = Job(job, args, kwargs)
@@ -223,6 +233,7 @@ class Chaos:
         try:
             workshop.start()
             world.adopt(self._calls)
+            self._http.adopt()
             check = Check(name, this, self.options, workshop, clean_run_done)
             try:
                 check.begin()
@@ -239,6 +250,7 @@ class Chaos:
             workshop.stop()
             world.close()
             self._files.check_over()
+            self._http.over()
             if check is not None:
                 check.close()
 
@@ -255,7 +267,7 @@ class Chaos:
         for stream in self.streams:
             escapes.claim_stream(stream)
         mails = Mails(world, self._mailbox, self._calls)
-        sources: list[Source] = [self._calls, mails]
+        sources: list[Source] = [self._calls, self._http, mails]
         if importlib.util.find_spec("sqlalchemy") is not None:
             from retrychaos.world.postgres_hooks import PostgresSource
             from retrychaos.world.sql import SqlSource
@@ -273,6 +285,7 @@ class Chaos:
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
+        self._http.begin(world, self._calls)
         return mails
 
 

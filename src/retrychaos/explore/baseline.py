@@ -109,7 +109,8 @@ def establish(
 def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> Judge:
     """A judge with the clean run as baseline, and what is volatile as known now."""
     path = [found, *(change.facts for change in first.changes), first.facts]
-    judge = Judge(canon.judging(options.volatile), first.facts, path, options.tolerate)
+    memory = any(relation.memory for version in first.facts.values() for relation in version.relations.values())
+    judge = Judge(canon.judging(options.volatile, memory), first.facts, path, options.tolerate)
     for resource, version in first.facts.items():
         for name, relation in version.relations.items():
             if relation.external and judge.tolerates(name.removeprefix("call ")):

@@ -109,6 +109,8 @@ class Canon:
         """Fingerprints known already, by the relations that they are of."""
         self._caps: dict[Place, Counter[Template]] = {}
         self._blind: tuple[str, ...] = ()
+        self._judges = False
+        """What others remember is left out of account."""
         self._old: tuple[int, Set[Cell]] = (0, frozenset())
         self.neutral = neutral
         """The state in which resources were found; a relation that is as then adds nothing to a fingerprint."""
@@ -235,12 +237,16 @@ class Canon:
         for resource, version in facts.items():
             neutral = self.neutral.get(resource)
             for name, relation in version.relations.items():
+                if self._judges and relation.memory:
+                    continue
                 if not self._blind or not self.ignores((resource, name)):
                     yield (resource, name), relation, neutral.relations.get(name) if neutral else None
             if neutral is not None:
                 for name, relation in neutral.relations.items():
                     # The relation is gone, and that is a difference.
-                    if name not in version.relations and not self.ignores((resource, name)):
+                    if name not in version.relations and not (self._judges and relation.memory):
+                        if self.ignores((resource, name)):
+                            continue
                         yield (resource, name), Relation(name, relation.columns, ()), relation
 
     def _shape(self, place: Place, relation: Relation) -> _Shape:
@@ -267,11 +273,12 @@ class Canon:
         return shape
 
     def counted(self, place: Place, relation: Relation) -> Iterable[Row]:
-        """The rows that count: a receiver that honours keys ignores a call whose key it knows.
+        """The rows that count: a receiver that honours keys ignores a call whose key it knows, and to replace the same
+        by the same again changes nothing.
 
         A call that differs in more than volatile values counts, though: the receiver refuses it, or should.
         """
-        if not relation.external or relation.columns[:1] != ("key",):
+        if not relation.external or not (relation.columns[:1] == ("key",) or relation.repeatable):
             return relation.rows
         first: dict[Any, Row] = {}
         for number, row in enumerate(relation.rows):
@@ -378,14 +385,16 @@ class Canon:
         """The template of a row, column by column."""
         return self._form(place, relation, row).view
 
-    def judging(self, ignored: Sequence[str]) -> Canon:
-        """The same eyes, but blind to the cells that the user declared volatile.
+    def judging(self, ignored: Sequence[str], memory: bool = False) -> Canon:
+        """The same eyes, but blind to the cells that the user declared volatile, and to what others remember.
 
         Only for the final comparison: to the job the values are there, so states that differ in them stay apart.
+        memory: there are such relations.
         """
-        if not ignored:
+        if not ignored and not memory:
             return self
         other = copy.copy(self)
+        other._judges = memory
         other._blind = tuple(ignored)
         other._rows = defaultdict(dict)
         other._shapes = {}

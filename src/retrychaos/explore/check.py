@@ -233,7 +233,7 @@ class Check:
         crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
         tail = self._tail(baseline.judge)
         bound = f", at most {MAX_DELIVERIES} deliveries" if bounded or done.bounded else ""
-        late = "at once and after each expiry of a key in Redis" if self._options.late else "at once"
+        late = "at once and after each expiry of a key" if self._options.late else "at once"
         how = f"one delivery at a time, redelivered {late}"
         if self._options.duplicates > 1:
             up_to = f"up to {self._options.duplicates} deliveries that overlap in every order of their steps"
@@ -395,7 +395,7 @@ class Check:
     def _guarantee(self, verdict: str, baseline: Baseline, closure: Closure, reason: str) -> str:
         most = self._options.crashes
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
-        late = "at once and after each expiry of a key in Redis" if self._options.late else "at once"
+        late = "at once and after each expiry of a key" if self._options.late else "at once"
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
         tail = self._tail(baseline.judge)
         boundaries = len(baseline.run.steps) + 1

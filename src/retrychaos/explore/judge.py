@@ -138,7 +138,7 @@ class Judge:
     def _relations(self, facts: Facts) -> Iterator[tuple[Place, Relation]]:
         for resource, version in facts.items():
             for name, relation in version.relations.items():
-                if not self.canon.ignores((resource, name)):
+                if not relation.memory and not self.canon.ignores((resource, name)):
                     yield (resource, name), relation
 
     def before(self, place: Place) -> Counter[View]:

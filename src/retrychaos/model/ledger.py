@@ -31,6 +31,10 @@ class Relation:
     """An effect outside: no later delivery can undo it."""
     ttl: int | None = None
     """Index of the column with the time to live in seconds; rows where it is set vanish by themselves."""
+    repeatable: bool = False
+    """The first cell says what an effect acts on, and equal effects on that are one: an HTTP PUT, done again."""
+    memory: bool = False
+    """What somebody outside remembers, such as answers to known keys. States differ by it; ledgers do not."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class Options:
     ``"process"`` runs every delivery so.
     scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``,
     ``"postgresql://localhost/test_db"``).
-    late: deliver also after each expiry that a state holds (times to live in Redis).
+    late: deliver also after each expiry that a state holds (times to live in Redis, keys of an HTTP provider).
     faults: errors, lost replies and shutdowns at every step of the first delivery.
     rivals: other code that may run once, whole, at any boundary; at most 3.
     siblings: other messages in the queue, at most 3; each runs once: before, between or after the deliveries of the

@@ -11,6 +11,8 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from retrychaos.runtime.patching import Replacement
@@ -93,6 +95,20 @@ class Chance:
         """Another delivery goes on."""
         self.note(stream)
         stream.count, stream.state = self._count, random.getstate()
+
+    @contextmanager
+    def aside(self, seed: str) -> Iterator[None]:
+        """What is drawn meanwhile is not drawn by the delivery, but by somebody outside, and follows from `seed`."""
+        drawn, key, count, state = self.drawn, self._seed, self._count, random.getstate()
+        try:
+            self.drawn = []
+            self._seed = hashlib.blake2b(seed.encode(), digest_size=32).digest()
+            self._count = 0
+            random.seed(self._seed)
+            yield
+        finally:
+            self.drawn, self._seed, self._count = drawn, key, count
+            random.setstate(state)
 
     def live_in(self, thread: int) -> None:
         """The thread that draws from now on."""

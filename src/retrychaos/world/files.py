@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from retrychaos.model.plan import ERROR
 from retrychaos.model.values import short
 from retrychaos.world.files_contents import stamp
 from retrychaos.world.files_folder import NAME, Folders
@@ -241,6 +242,8 @@ class FilesSource:
         names = " -> ".join(self._shown_path(path) for path in paths)
         kinds = " -> ".join(map(_kind, paths))  # names may be drawn at random
         self.stage.step("file", folders, f"{verb} {kinds}", f"{verb} {names}{detail}")
+        if changes:
+            self.stage.strike(ERROR, lambda: refused(paths[0]))
         whole = changes and tree is not None and tree()
         try:
             with self.aside():

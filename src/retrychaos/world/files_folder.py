@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.world.files_contents import COLUMNS, FOLDER, LINK, Disk, PathState, States, TooMuch, rows, stamp
-from retrychaos.world.resource import Blob, Resource, Stage
+from retrychaos.world.resource import Blob, Resource, SerialCounter, Stage
 
 NAME = "files"
 
@@ -193,11 +192,11 @@ class Folders:
     def races(self, owner: object) -> bool:
         return False
 
-    def serials(self) -> Hashable:
-        return None
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
 
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
 
     def holds(self, owner: object) -> str:
         return self._holds(owner)

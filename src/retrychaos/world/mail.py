@@ -6,8 +6,10 @@ test's own on this machine is reached, and what it accepts counts as well.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import importlib.machinery
+import os
 import sys
 import threading
 from collections import Counter
@@ -15,10 +17,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from retrychaos.model.ledger import Relation, Row, Version
+from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import short
 from retrychaos.world.calls import Calls
 from retrychaos.world.mailbox import COLUMNS, Mail, Mailbox
-from retrychaos.world.resource import Blob, Stage
+from retrychaos.world.resource import Blob, SerialCounter, Stage
 
 NAME: Final = "mail"
 _CLIENTS: Final = ("smtplib", "aiosmtplib")
@@ -99,10 +102,17 @@ class Mails:
         """Inside a watched call, whose declaration says what counts."""
         return self._calls is not None and self._calls.inside(threading.get_ident())
 
-    def accept(self, mail: Mail) -> None:
-        """A step: the boundary, and then the mail has arrived."""
+    def accept(self, mail: Mail, faults: bool = True) -> None:
+        """A step: the boundary, and then the mail has arrived.
+
+        faults: the client makes its own error of what is raised when a line breaks; only smtplib does.
+        """
         self.before(mail.recipients, mail.subject)
+        if faults:
+            self.stage.strike(ERROR, _broken)
         self.after(mail)
+        if faults:
+            self.stage.strike(LOST_REPLY, _broken)
 
     def before(self, recipients: Sequence[str], subject: str) -> None:
         if self._covered:
@@ -190,11 +200,11 @@ class Mails:
     def races(self, owner: object) -> bool:
         return False
 
-    def serials(self) -> Hashable:
-        return None
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
 
-    def rewind_serials(self, serials: Any) -> None:
-        """There are none."""
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
 
     def holds(self, owner: object) -> str:
         return ""
@@ -244,3 +254,8 @@ def _when_imported(name: str, then: Callable[[str], None]) -> Callable[[], None]
             sys.meta_path.remove(finder)
 
     return undo
+
+
+def _broken() -> OSError:
+    """What a socket raises; smtplib says SMTPServerDisconnected."""
+    return ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))

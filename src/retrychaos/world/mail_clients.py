@@ -240,7 +240,8 @@ class _Transport:
     """In the place of a transport of asyncio."""
 
     def __init__(self, mails: Mails, loop: Any, protocol: Any, tls: Any) -> None:
-        self._dialogue = Dialogue(mails.accept, mails.mailbox.refused, tls is not None)
+        accept = functools.partial(mails.accept, faults=False)
+        self._dialogue = Dialogue(accept, mails.mailbox.refused, tls is not None)
         self._loop = loop
         self._protocol = protocol
         self._closing = False

@@ -19,11 +19,14 @@ _IMPORTING = frozenset({"importlib._bootstrap_external", "_frozen_importlib_exte
 _PROBES = frozenset({"platform", "uuid", "ctypes.util"})
 """Modules that ask other programs about the machine."""
 
-_LAZY = tuple(
-    os.path.join(os.path.dirname(__file__), f"{name}.py")
-    for name in ("files_hooks", "files_stream", "files", "mail_clients")
+_LAZY = (
+    *("files_hooks", "files_stream", "files", "mail_clients"),
+    *(f"http_{name}" for name in ("aiohttp", "httpx", "requests", "stdlib", "traffic", "urllib3")),
 )
-_SEE_THROUGH = frozenset((*(module.__file__ for module in (calls, interception, sockets, sqlite_turns)), *_LAZY))
+"""Not imported here: only who uses them shall load them."""
+_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns)) | frozenset(
+    os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _LAZY
+)
 """Our wrappers around functions of others: what happens beneath is not our doing."""
 
 

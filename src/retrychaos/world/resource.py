@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -251,6 +252,10 @@ class Stage(Protocol):
 
     def drew(self, uuid: str) -> bool:
         """A delivery of this check has drawn that random UUID (32 hexadecimal digits)."""
+        ...
+
+    def aside(self, seed: str) -> AbstractContextManager[None]:
+        """Somebody outside is at work in this process: what he draws at random follows from `seed`, and is his."""
         ...
 
     def adopt(self, resource: Resource) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -94,6 +95,7 @@ class World:
         now: Callable[[], float],
         options: Mapping[str, Any],
         drew: Callable[[str], bool] = lambda _: False,
+        aside: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.resources: dict[str, Resource] = {}
         self.sources: list[Source] = []
@@ -102,6 +104,7 @@ class World:
         self.quiet = False
         self.now = now
         self.drew = drew
+        self.aside = aside
         self._options = options
         self.found_facts: dict[str, Version] = {}
         """The state in which each resource was found: before the check touched it. Grows as resources are found."""
