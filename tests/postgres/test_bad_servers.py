@@ -157,12 +157,15 @@ class Frozen:
         return [postmaster, *map(int, children.split())]
 
     def stop(self) -> None:
-        for process in self._processes:
-            os.kill(process, signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, what: signal.Signals) -> None:
         for process in self._processes:
-            os.kill(process, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # one that has ended meanwhile
+                os.kill(process, what)
 
 
 @pytest.fixture
