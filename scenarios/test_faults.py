@@ -173,7 +173,7 @@ def submit_and_leave_doubts_to_the_retry(number: int) -> None:
 def test_unknown_is_not_failed(unlucky):
     """BUG-17. The user was told that it failed, and its file was deleted. The worker had the job already.
 
-    Where nobody answered it was not in the queue, and is lost; and where the database failed after it, it is there twice.
+    Where nobody answered it was not in the queue, and is lost; where the database failed after it, it is there twice.
     """
     refuted(unlucky, submit, 1, crashes=0, changed="submissions", lost="redis queue", duplicated="redis queue")
     proven(unlucky, submit_and_leave_doubts_to_the_retry, 1)
