@@ -227,3 +227,16 @@ def test_a_job_that_knows_its_ids(db: Engine, twice: Chaos) -> None:
                 connection.execute(text("UPDATE events SET what = :w"), {"w": "small" if drawn < 1_000 else "large"})
 
     assert found(twice.explore(small, db)) == PROVEN
+
+
+def import_rows(engine: Engine) -> None:
+    """Draws thousands of ids in one delivery."""
+    with engine.begin() as connection:
+        connection.execute(text("SELECT pg_advisory_xact_lock(1)"))
+        if connection.execute(text("SELECT count(*) FROM events")).scalar() == 0:
+            connection.execute(text("INSERT INTO events (what) SELECT 'row ' || n FROM generate_series(1, 3000) n"))
+
+
+def test_many_ids(db: Engine, check: Chaos) -> None:
+    report = check(duplicates=2, crashes=1, budget=300).explore(import_rows, db)
+    assert found(report) == PROVEN, full_text(report)

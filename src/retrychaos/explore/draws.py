@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from retrychaos.model.ledger import Cell, Relation, Row, Version
-from retrychaos.world.resource import Resource, SerialCounter
+from retrychaos.world.resource import MOST_DRAWN, Resource, SerialCounter
 from retrychaos.world.world import World
 
 Renaming: TypeAlias = Mapping[int, int]
 """Numbers that become others; those that it does not name stay."""
 
-FORGOTTEN = 5_000
+FORGOTTEN = MOST_DRAWN // 2
 """Numbers of a sequence that this one and later ones stand for are remembered by nobody."""
 _RUN = re.compile(r"\d{9,}")
 
@@ -161,7 +161,8 @@ class Drawing:
             for key, upcoming in now.items():
                 counter = self._counters.get((name, key))
                 if counter is not None:
-                    drawn += [self._name(each) for each in range(before.get(key, upcoming), upcoming, counter.step)]
+                    fresh = range(before.get(key, upcoming), upcoming, counter.step)
+                    drawn += [self._name(each) for each in fresh if counter.gave(each)]
         return tuple(drawn)
 
     def _name(self, number: int) -> int:

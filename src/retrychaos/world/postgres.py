@@ -36,12 +36,23 @@ from retrychaos.world.postgres_line import (
     standing,
 )
 from retrychaos.world.postgres_rows import Reader, Rows, changes
-from retrychaos.world.resource import BEGUN, CIRCLE, MORE, SERIAL, SERIAL_WRITES, WAITS, Blob, SerialCounter, Stage
+from retrychaos.world.resource import (
+    BEGUN,
+    CIRCLE,
+    MORE,
+    MOST_DRAWN,
+    SERIAL,
+    SERIAL_WRITES,
+    WAITS,
+    Blob,
+    SerialCounter,
+    Stage,
+)
 
 _LOG = "SELECT pg_current_wal_insert_lsn()::text"
 _HEAVY = frozenset(("ShareLock", "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock"))
 _LARGE_OBJECTS = 2613
-_LARGE, _APART = 1_000_000_000, 1_000_000
+_LARGE, _APART = 1_000_000_000, 10_000_000
 """Numbers that a sequence gives in deliveries that overlap: nothing else has such numbers, and integers hold them."""
 _FAR = 110.0
 """Seconds; more than the second clean run is ahead."""
@@ -410,20 +421,17 @@ class PostgresDatabase:
         }
 
     def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        counters = []
+        counters: list[SerialCounter] = []
         moved: dict[int, tuple[int, bool]] = {}
-        for number, (oid, upcoming) in enumerate(sorted(self.serials().items(), key=repr), start=place):
+        for oid, upcoming in sorted(self.serials().items(), key=repr):
             assert isinstance(oid, int)
-            sequence = self._schema.sequences[oid]
-            first = max(upcoming, _LARGE + number * _APART)
-            counter = SerialCounter(self.name, oid, first, sequence.increment)
-            if (
-                sequence.increment > 0
-                and sequence.lowest <= first - 2 * sequence.increment
-                and counter.number(_APART) <= sequence.highest
-            ):
+            sequence, step = self._schema.sequences[oid], self._schema.sequences[oid].increment
+            first = max(upcoming, _LARGE + (place + len(counters)) * _APART)
+            counter = SerialCounter(self.name, oid, first, step)
+            fits = sequence.lowest <= first - 2 * step and counter.number(MOST_DRAWN) <= sequence.highest
+            if fits and 0 < MOST_DRAWN * step <= _APART:
                 counters.append(counter)
-                moved[oid] = (first - sequence.increment, True)
+                moved[oid] = (first - step, True)
         self._move_sequences(moved)
         return counters
 

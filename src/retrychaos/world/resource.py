@@ -24,7 +24,8 @@ SERIAL_WRITES = "serial writes"
 """The same of one that may have written."""
 MORE = "more"
 """What it says of a transaction of which others can notice more than can be told, such as locks on rows."""
-_MOST_DRAWN = 10_000
+MOST_DRAWN = 100_000
+"""Numbers of a counter that are told from others."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class SerialCounter:
         return self.first + rank * self.step
 
     def gave(self, number: int) -> bool:
-        return self.first <= number < self.first + _MOST_DRAWN * self.step
+        return self.first <= number < self.first + MOST_DRAWN * self.step
 
 
 class Resource(Protocol):
