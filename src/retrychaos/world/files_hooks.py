@@ -6,6 +6,7 @@ Outside of a delivery, and for all other paths, each is the original. Each step 
 from __future__ import annotations
 
 import builtins
+import glob
 import io
 import logging
 import os
@@ -58,6 +59,10 @@ class Hooks:
         for owner, name, value in list(_holding({key: pair[0] for key, pair in self._stand_ins.items()})):
             self._set(owner, name, self._stand_ins[id(value)][1])
         self._support()
+        for name, value in list(vars(_GLOBBER).items()) if _GLOBBER is not None else ():
+            known = self._stand_ins.get(id(getattr(value, "__func__", None)))
+            if known is not None:
+                self._set(_GLOBBER, name, staticmethod(known[1]))
         sequence: Any = tempfile._RandomNameSequence  # type: ignore[attr-defined]
         self._set(sequence, "__next__", self._next_name(sequence.__next__))
 
@@ -157,6 +162,9 @@ def _holding(wanted: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
             if id(value) in wanted and wanted[id(value)] is value:
                 yield module, key, value
 
+
+_GLOBBER: Any = getattr(glob, "_StringGlobber", None)
+"""Python 3.13: what pathlib lists folders with; it has kept functions of os as its own."""
 
 # -- os: paths -------------------------------------------------------------------------------------------------------
 
