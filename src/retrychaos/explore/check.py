@@ -416,8 +416,9 @@ class Check:
         needed = ", ".join(sorted(judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
         ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
-        faults = ", lost replies and shutdowns"
-        tried = f"; errors{faults} ({self._faults}) at the steps of the first delivery" if self._faults else ""
+        tried = ""
+        if self._faults:
+            tried = f"; errors, lost replies and shutdowns ({self._faults}) at the steps of the first delivery"
         return f"{tried}{tolerated}{ignored}{self._company_said()}"
 
     def _company_said(self) -> str:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import pickle
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,7 +21,7 @@ from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import copied, plain, short
 from retrychaos.world.interception import Patch, patches, try_out
-from retrychaos.world.resource import Blob, SerialCounter, Stage
+from retrychaos.world.resource import Blob, Plain, Stage
 from retrychaos.world.targets import Target, check_key, locate, no_async, owner_name
 
 MISSING: Final = object()
@@ -140,7 +140,7 @@ class Received:
 _NOTHING = Received()
 
 
-class Calls:
+class Calls(Plain):
     """All declared calls: source and resource in one. ``stage`` may be set later, before a check."""
 
     name = "calls"
@@ -278,21 +278,6 @@ class Calls:
         """Receivers keep nothing open."""
 
     alone = ""
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        return ()
 
     def holds(self, owner: object) -> str:
         return ""

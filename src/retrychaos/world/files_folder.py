@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.world.files_contents import COLUMNS, FOLDER, LINK, Disk, PathState, States, TooMuch, rows, stamp
-from retrychaos.world.resource import Blob, Resource, SerialCounter, Stage
+from retrychaos.world.resource import Blob, Plain, Resource, Stage
 
 NAME = "files"
 
 
-class Folders:
+class Folders(Plain):
     """All declared folders. `roots` are real paths; the first is shown without its name."""
 
     name = NAME
@@ -182,21 +182,6 @@ class Folders:
 
     def shift_ids(self, by: int) -> None:
         """Files draw no ids."""
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        return ()
 
     def holds(self, owner: object) -> str:
         return self._holds(owner)

@@ -5,14 +5,14 @@ Only what arrived is known of them. Their own state is not put back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.world.http_model import REPEATABLE, Request, body_cell, url_cell
-from retrychaos.world.resource import SerialCounter
+from retrychaos.world.resource import Plain
 
 
-class Elsewhere:
+class Elsewhere(Plain):
     """What reached others than providers: servers on this machine, and tools of the test that answer requests.
 
     Only what arrived is known of them; their own state is not put back.
@@ -66,21 +66,6 @@ class Elsewhere:
         self._rows, self.version = blob, version
 
     def end_delivery(self) -> Sequence[str]:
-        return ()
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
         return ()
 
     def holds(self, owner: object) -> str:

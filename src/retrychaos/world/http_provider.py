@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.values import plain
 from retrychaos.world.http_model import REPEATABLE, Answer, Request, Response, body_cell, packed, url_cell
 from retrychaos.world.http_routes import MISSING, Route, base_of, route, seconds
-from retrychaos.world.resource import SerialCounter, Stage
+from retrychaos.world.resource import Plain, Stage
 
 _KEYED = frozenset({"POST", "PATCH"})
 """Methods on which a key counts; the others can be repeated anyway."""
@@ -47,7 +47,7 @@ class Held:
     state: bytes = b""
 
 
-class Provider:
+class Provider(Plain):
     """Made by ``chaos.http.provider(...)``.
 
     ``state`` is a dictionary for callables that answer: it is put back when a crash or another delivery begins from an
@@ -324,21 +324,6 @@ class Provider:
     def end_delivery(self) -> Sequence[str]:
         if self._log:
             self._last, self._log = self._log, []
-        return ()
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
         return ()
 
     def holds(self, owner: object) -> str:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from retrychaos.model.ledger import Relation, Row, Version
@@ -21,13 +21,13 @@ from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import short
 from retrychaos.world.calls import Calls
 from retrychaos.world.mailbox import COLUMNS, Mail, Mailbox
-from retrychaos.world.resource import Blob, SerialCounter, Stage
+from retrychaos.world.resource import Blob, Plain, Stage
 
 NAME: Final = "mail"
 _CLIENTS: Final = ("smtplib", "aiosmtplib")
 
 
-class Mails:
+class Mails(Plain):
     """Everything that was accepted."""
 
     name = NAME
@@ -190,21 +190,6 @@ class Mails:
 
     def shift_ids(self, by: int) -> None:
         """A mailbox draws no ids."""
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        return ()
 
     def holds(self, owner: object) -> str:
         return ""

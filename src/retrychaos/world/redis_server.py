@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from retrychaos.world import redis_fake
 from retrychaos.world.redis_commands import Call, Command, as_text
 from retrychaos.world.redis_contents import KeyState, Seen, Snapshot, granted, read_key
 from retrychaos.world.redis_line import Line, info
-from retrychaos.world.resource import SerialCounter, Stage
+from retrychaos.world.resource import Plain, Stage
 
 _KEY_COLUMNS = ("key", "type", "field", "value", "ttl")
 _PUBLISHED = "redis publish"
@@ -46,7 +46,7 @@ class Wire:
     """A WATCH is on."""
 
 
-class RedisServer:
+class RedisServer(Plain):
     """One server with all its databases. `fake` is the server object of fakeredis, None for a real one."""
 
     def __init__(self, stage: Stage, name: str, label: str, line: Line, fake: Any = None) -> None:
@@ -176,21 +176,6 @@ class RedisServer:
         return lines
 
     alone = ""
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        return ()
 
     def holds(self, owner: object) -> str:
         wires = [wire for wire in self.connections.values() if wire.owner is owner]

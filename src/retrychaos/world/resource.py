@@ -150,6 +150,25 @@ class Resource(Protocol):
         ...
 
 
+class Plain:
+    """What most resources say: nothing waits in a server, and no counter of theirs outlives a rollback."""
+
+    def waits(self, owner: object) -> str:
+        return ""
+
+    def came_back(self, owner: object) -> bool:
+        return False
+
+    def races(self, owner: object) -> bool:
+        return False
+
+    def serials(self) -> Mapping[Hashable, int]:
+        return {}
+
+    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+        return ()
+
+
 class Source(Protocol):
     """Finds resources of one kind when a job touches them: patches clients while installed."""
 

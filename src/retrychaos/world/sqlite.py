@@ -11,13 +11,13 @@ import contextlib
 import gc
 import os
 import sqlite3
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrychaos.model.errors import SharedError, WorldError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
-from retrychaos.world.resource import Blob, SerialCounter, Stage
+from retrychaos.world.resource import Blob, Plain, Stage
 from retrychaos.world.sqlite_effects import Effect, explain
 from retrychaos.world.sqlite_ids import shift_row_ids
 from retrychaos.world.sqlite_turns import TurnConnection
@@ -72,7 +72,7 @@ class _Table:
     keys: tuple[int, ...]
 
 
-class SqliteDatabase:
+class SqliteDatabase(Plain):
     """A SQLite database, in a file or in the memory of one connection."""
 
     private = True
@@ -199,21 +199,6 @@ class SqliteDatabase:
             f"work on {self.label} was left uncommitted when the job returned, so it is lost; commit or roll back "
             "before returning",
         )
-
-    def waits(self, owner: object) -> str:
-        return ""
-
-    def came_back(self, owner: object) -> bool:
-        return False  # nothing waits in there
-
-    def races(self, owner: object) -> bool:
-        return False
-
-    def serials(self) -> Mapping[Hashable, int]:
-        return {}
-
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
-        return ()
 
     def holds(self, owner: object) -> str:
         held = [
