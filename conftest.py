@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
 from tests.postgres_server import Postgres, running_server
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background lets them ignore Ctrl-C, and some are about that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. To look at all of it again, after each test, would take most of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -100,9 +100,14 @@ def _in_a_check(job: Callable[[Any], None]) -> float:
 
 
 def _timed(job: Callable[[Any], None], transport: Any) -> float:
-    began = time.perf_counter()
+    began = _real()
     job(transport)
-    return 1000 * (time.perf_counter() - began) / REQUESTS
+    return 1000 * (_real() - began) / REQUESTS
+
+
+def _real() -> float:
+    """Seconds; perf_counter is virtual in a check."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def test_a_lock_in_redis(chaos, crashing, racing, both):
     """
     proven(both, credit_under_token, 1)
     proven(chaos(duplicates=3, crashes=0), credit_under_token, 1)
-    refuted(chaos(duplicates=2, crashes=0, late=True), credit_under_token, 1, changed="redis points:1")
+    refuted(chaos(duplicates=2, crashes=0, late="slow"), credit_under_token, 1, changed="redis points:1")
 
     proven(crashing, credit_and_mark, 1)
     refuted(racing, credit_and_mark, 1, changed="redis points:1")

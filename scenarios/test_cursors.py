@@ -70,7 +70,7 @@ def test_a_cursor_that_is_ahead(chaos):
 
     The time of the *attempt* was stored as the next lower bound, so a run that dies takes its users with it. Move the
     cursor behind the work, and make the work repeatable. (The other half of the bug, a caught error in the middle of
-    the loop, needs errors as faults and comes with them.)
+    the loop, is in test_answers.py.)
     """
     refuted(chaos, sync_from_the_last_attempt, lost="Directory.put")
     proven(chaos, sync_from_the_last_success)

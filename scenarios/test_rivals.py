@@ -116,10 +116,11 @@ def test_a_reaper_that_is_wrong(chaos):
 
     The worker lives, only its heart beats too slowly. The reaper gives its place back, and so does the worker when it
     is done: from then on there are two places, for ever. The place must be given back with the claim, by one of them.
+    (A counter of places does not survive the loss of a worker anyway, nor that of a reply.)
     """
-    with_reaper = later(chaos, duplicates=1, crashes=0, rivals=[reap])
+    with_reaper = later(chaos, duplicates=1, crashes=0, faults=False, rivals=[reap])
     refuted(with_reaper, work_then_give_back, changed="redis free")
-    with_reaper = later(chaos, duplicates=1, crashes=0, rivals=[reap_if_claimed])
+    with_reaper = later(chaos, duplicates=1, crashes=0, faults=False, rivals=[reap_if_claimed])
     proven(with_reaper, work_then_give_back_if_claimed)
 
 
@@ -145,7 +146,6 @@ def sync_and_unlock_ours_when_done(tick: str) -> None:
         redis.delete("unique:sync")
 
 
-@pytest.mark.xfail(reason="a shutdown and a rival are not tried together yet", strict=True)
 def test_a_shutdown_is_not_the_end_of_the_job(chaos):
     """BUG-50 (sidekiq-unique-jobs). "There is one sync job, it is unique. After every restart there were two."
 

@@ -32,11 +32,15 @@ from retrychaos.world.http import Http
 from retrychaos.world.mail import Mails
 from retrychaos.world.mailbox import Mailbox
 from retrychaos.world.resource import Source
+from retrychaos.world.sqlite_elders import Elders
+from retrychaos.world.sqlite_hooks import SqliteSource
 from retrychaos.world.world import Again, Saved, World
 
 if TYPE_CHECKING:
     import redis
     from sqlalchemy import Engine
+
+    from retrychaos.world.postgres_hooks import PostgresSource
 
 _Answer = TypeVar("_Answer")
 _running = False
@@ -67,6 +71,7 @@ class Chaos:
         self._mailbox = Mailbox()
         self._files = Files(self._embedded.folder / "files")
         self._earlier: list[_Earlier] = []
+        self._elders = Elders()
 
     def __call__(self, **options: Any) -> Chaos:
         """The same world and the same watched calls, with other options."""
@@ -202,8 +207,9 @@ class Chaos:
         while True:
             try:
                 return self._put(name, job, args, kwargs, question)
-            except LateError:
-                self._files.declare()
+            except LateError as late:
+                if not self._elders.came(late):
+                    self._files.declare()
 
     def _put(
         self,
@@ -267,21 +273,31 @@ class Chaos:
         for stream in self.streams:
             escapes.claim_stream(stream)
         mails = Mails(world, self._mailbox, self._calls)
+        sqlite = SqliteSource(world, self._elders)
+        servers: PostgresSource | None = None
         sources: list[Source] = [self._calls, self._http, mails]
-        if importlib.util.find_spec("sqlalchemy") is not None:
+        if any(map(_is_installed, ("sqlalchemy", "psycopg", "psycopg2"))):
             from retrychaos.world.postgres_hooks import PostgresSource
-            from retrychaos.world.sql import SqlSource
 
             servers = PostgresSource(world)
-            sources += [servers, SqlSource(world, servers)]
-        if importlib.util.find_spec("redis") is not None:
+            sources.append(servers)
+        if _is_installed("sqlalchemy"):
+            from retrychaos.world.sql import SqlSource
+
+            sources.append(SqlSource(world, sqlite, servers))
+        if _is_installed("django"):
+            from retrychaos.world.django_orm import DjangoSource
+
+            sources.append(DjangoSource(world, sqlite, servers))
+        sources.append(sqlite)  # after those that end what they have open by themselves
+        if _is_installed("redis"):
             from retrychaos.world.redis import RedisSource
 
             sources.append(RedisSource(world))
         world.escapes = escapes
         world.sources = [*sources, escapes]
         self._files.furnish(world, workshop)
-        workshop.before.append(escapes.before_delivery)
+        workshop.before += [escapes.before_delivery, sqlite.before_delivery]
         workshop.after.append(escapes.after_delivery)
         self._calls.stage = world
         self._calls.clear()
@@ -340,6 +356,10 @@ class _Embedded:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def job_name(job: Any) -> str:
     """What a job is called in reports and tokens."""
     if isinstance(job, functools.partial):
@@ -355,10 +375,8 @@ def _refuse_misuse(job: Any) -> None:
             f"the job must be something callable, and {job!r} is not. Pass the function and its arguments apart: "
             "chaos.check(charge, order_id), not chaos.check(charge(order_id))."
         )
-    if inspect.isgeneratorfunction(job):
+    if inspect.isgeneratorfunction(job) or inspect.isasyncgenfunction(job):
         raise ChaosError(f"{job_name(job)} is a generator function: calling it runs nothing. Pass what consumes it.")
-    if inspect.iscoroutinefunction(job) or inspect.isasyncgenfunction(job):
-        raise ChaosError(f"{job_name(job)} is async; async jobs are not covered yet.")
 
 
 def _report_of(name: str, run: Run) -> Report:

@@ -21,12 +21,15 @@ _OPTIONS = {
     "budget": "seconds that one check may take (default: 30)",
     "tolerate": "effects that may happen more than once, separated by commas",
     "volatile": "cells that are not compared, such as jobs.attempts, separated by commas",
+    "leases": "columns that say when a claim ends (jobs.locked_until), or when it was made and how long it lasts "
+    "(jobs.started_at+5m), separated by commas",
     "isolation": '"sample" or "process": run some or all deliveries in forked processes (default: "sample")',
     "scratch": "addresses of real servers whose data a check may rewind, separated by commas",
     "duplicates": "deliveries of the message that are alive at the same time, at most; 1 turns that off",
-    "faults": "true: errors, lost replies and shutdowns at every step of the first delivery",
+    "faults": "errors, lost replies and shutdowns at every step of the first delivery (default: true)",
+    "profile": '"default", or "thorough": faults in every delivery, and more time for those that overlap',
     "order": "true: it is a fault if the order of siblings makes a difference (default: false)",
-    "late": "true: deliver also after each expiry, such as a time to live in Redis (default: false)",
+    "late": "true: deliver also after each expiry, such as a time to live in Redis; slow: workers are as slow, too",
 }
 _IN_CODE_ONLY = ("rivals", "siblings", "then")
 """Options that hold functions. They are known here only to say so, if somebody writes them in an ini file or a flag."""
@@ -50,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("retrychaos", "crash testing of background jobs")
     for name, text in _OPTIONS.items():
         group.addoption(f"--chaos-{name}", dest=f"chaos_{name}", default=None, metavar=name.upper(), help=text)
-        kind: Any = "linelist" if name in ("tolerate", "volatile", "scratch") else None
+        kind: Any = "linelist" if name in ("tolerate", "volatile", "leases", "scratch") else None
         parser.addini(f"chaos_{name}", help=text, type=kind, default=None)
     for name in _IN_CODE_ONLY:
         group.addoption(f"--chaos-{name}", dest=f"chaos_{name}", default=None, help=argparse.SUPPRESS)
@@ -242,7 +245,10 @@ def _bare_misuse(item: pytest.Function, mark: pytest.Mark) -> str:
         )
     body = inspect.unwrap(item.obj)
     if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
-        return "the test is async, and async jobs are not covered yet, so a bare mark idempotent cannot check it."
+        return (
+            "the test is async, and what calls it is a plugin of its own, so a bare mark idempotent cannot make it the "
+            "job. Let the mark name an async job, @pytest.mark.idempotent(charge, args=(1,)), or use chaos.check(job)."
+        )
     return ""
 
 

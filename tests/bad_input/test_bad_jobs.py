@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -287,13 +289,26 @@ def test_an_endless_job_on_a_database_in_memory(chaos: Any, untouched: Any) -> N
 
 
 def test_a_lock_of_another_connection(shop: Any, chaos: Any, untouched: Any, tmp_path: Path) -> None:
-    """The job locks its own file through a connection that nobody told us of."""
+    """The job has its own file locked by a process that nobody told us of."""
+    lock = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+sys.stdin.readline()
+connection.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
     def job(order: int) -> None:
         shop.pay(order)
-        other.execute("BEGIN IMMEDIATE")
+        os.write(asking, b"\n")
+        os.read(answering, 10)
 
-    with untouched(), closing(sqlite3.connect(tmp_path / "shop.db", isolation_level=None)) as other:
+    command = [sys.executable, "-c", lock, str(tmp_path / "shop.db")]
+    with untouched(), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        asking, answering = other.stdin.fileno(), other.stdout.fileno()
         with pytest.raises(WorldError) as caught:
             chaos.check(job, 1)
     assert "cannot be restored" in str(caught.value) and "shop.db" in str(caught.value)

@@ -64,7 +64,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("duplicates", 5, "a number of deliveries from 1 to 4"),
     ("duplicates", True, "a number of deliveries from 1 to 4"),
     ("faults", 0, "True or False"),
-    ("late", "no", "True or False"),
+    ("late", "no", 'True, False, or "slow"'),
+    ("leases", "jobs.until", "a list of columns"),
+    ("leases", ["jobs.until+soon"], 'or ["jobs.started_at+5m"]'),
 ]
 
 
@@ -87,6 +89,8 @@ def test_a_wrong_value_says_what_is_right(name: str, value: Any, expected: str, 
         ("volatile", "", ()),
         ("faults", "Off", False),
         ("late", "yes", True),
+        ("late", " Slow\n", "slow"),
+        ("leases", "jobs.until, jobs.began + 5m", ("jobs.until", "jobs.began + 5m")),
         ("isolation", " process\n", "process"),
     ],
 )
@@ -113,15 +117,6 @@ def test_something_that_cannot_be_called(job: Any, chaos: retrychaos.Chaos, unto
             with pytest.raises(ChaosError, match=r"the job must be something callable, and .* is not"):
                 ask(job)
     assert chaos.reports == []
-
-
-def test_async_jobs(chaos: retrychaos.Chaos, untouched: Any) -> None:
-    async def job() -> None:
-        pass
-
-    with untouched():
-        with pytest.raises(ChaosError, match="job is async; async jobs are not covered yet"):
-            chaos.check(job)
 
 
 def test_a_check_within_a_check(shop: Any, chaos: retrychaos.Chaos, untouched: Any) -> None:

@@ -71,7 +71,7 @@ WORLDS: list[tuple[Callable[[Path], Engine], bool]] = [
     (_memory, True),
     (_file, True),
     (_pooled, False),  # a connection to the file is open when the check begins
-    (_own_connections, False),
+    (_own_connections, True),
     (_wal, False),
 ]
 
@@ -116,9 +116,9 @@ def test_hidden_memory_is_found_beside_and_alone(world: Any, chaos: Chaos) -> No
     assert any("in the memory of its process" in note for note in report.notes)
 
 
-def test_a_connection_on_the_side_is_kept_off(world: Any, beside: list[bool], chaos: Chaos) -> None:
+def test_a_connection_on_the_side_goes_to_the_copy_too(world: Any, beside: list[bool], chaos: Chaos) -> None:
     assert chaos.explore(on_the_side, world[0]).verdict == "proven"
-    assert beside[0] == (world[0].url.database is None and world[1])
+    assert beside[0] == world[1]
 
 
 def test_the_embedded_database_can_be_had_by_a_fork(beside: list[bool], chaos: Chaos) -> None:

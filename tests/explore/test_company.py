@@ -553,10 +553,6 @@ def nothing() -> None:
     """Anything callable."""
 
 
-async def later() -> None:
-    """Async."""
-
-
 MISTAKES = {
     "no list": (nothing, r"does not take <function nothing.*: it takes a list, such as {}=\[clean_up, \(report"),
     "a pair for a list": ((nothing, (1,)), r"takes a list of pairs, and this is one pair: write {}=\[\(<function"),
@@ -564,7 +560,6 @@ MISTAKES = {
     "a text": (["nightly"], "takes functions, and 'nightly' is not callable"),
     "no tuple": ([(nothing, 1)], "does not take the element .*it takes functions, and pairs of a function"),
     "three": ([(nothing, (1,), {})], "does not take the element"),
-    "async": ([later], "is async"),
 }
 HOLD_FUNCTIONS = ["then", "rivals", "siblings"]
 
@@ -588,7 +583,9 @@ def test_a_flag_for_functions_says_where_they_go(pytester: pytest.Pytester, writ
     pytester.makepyfile("def test(): pass")
     if written == "ini":
         pytester.makeini("[pytest]\nchaos_rivals = shop.upload\n")
-    result = pytester.runpytest_inprocess(*(["--chaos-rivals", "shop.upload"] if written == "flag" else []))
+    result = pytester.runpytest_inprocess(
+        "-p", "no:randomly", "-p", "no:django", *(["--chaos-rivals", "shop.upload"] if written == "flag" else [])
+    )
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     place = "in the ini file, chaos_rivals" if written == "ini" else "--chaos-rivals"
     result.stderr.fnmatch_lines([f"ERROR: {place}: option 'rivals' takes functions, which cannot be written in*"])
@@ -614,7 +611,7 @@ def test_the_mark_takes_them(pytester: pytest.Pytester) -> None:
             pass
         """
     )
-    result = pytester.runpytest_inprocess("-p", "no:randomly")
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:django")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*option 'then' takes functions, and 1 is not callable*"])
     result.stdout.fnmatch_lines(["proven*followed by: report*"])

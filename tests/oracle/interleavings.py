@@ -25,6 +25,7 @@ from retrychaos.explore.check import Check
 from retrychaos.explore.interleaving import Interleaving, Scope
 from retrychaos.explore.transitions import Surprise
 from retrychaos.model.ledger import Facts
+from retrychaos.model.plan import ERROR, LOST_REPLY, SHUTDOWN
 from retrychaos.runtime.delivery import Job, Order, Workshop, keep_none
 from retrychaos.runtime.turns import Actor, Moved, Play
 from retrychaos.world.sqlite import SqliteDatabase
@@ -258,7 +259,7 @@ def under_the_tool(scene: Scene, program: Program, question: Callable[[Workshop,
 
     Raises Unfit if a clean run of the job fails: no check goes further.
     """
-    chaos = Chaos(duplicates=2, scratch=scene.scratch)
+    chaos = Chaos(duplicates=2, faults=True, late=False, scratch=scene.scratch)
     chaos.watch(scene, "send", result=None)
 
     def ask(check: Check) -> tuple[_Answer, None]:
@@ -349,7 +350,8 @@ class Run:
     """Deliveries on the tool's world, from the start on. Knows what can be observed."""
 
     def __init__(self, workshop: Workshop, scene: Scene, play: Play, scope: Scope, most: int) -> None:
-        self.table = Table(self, scope.duplicates, scope.crashes, most)
+        faults = (ERROR, LOST_REPLY, SHUTDOWN) if scope.faults else ()
+        self.table = Table(self, scope.duplicates, scope.crashes, most, faults)
         self._workshop = workshop
         self._scene = scene
         self._play = play
@@ -373,6 +375,16 @@ class Run:
         self._happened(ident, moved, self._trace(ident)[known:])
         if moved.end == "blocked" and sum(each.away and not each.dead for each in self._play.actors) > 1:
             return self._scene.jam() or moved.end
+        return moved.end
+
+    def strike(self, ident: int, kind: str) -> str:
+        actor = self._actors[ident]
+        known = len(self._trace(ident))
+        moved = self._play.run(actor, fault=kind)
+        if not actor.struck:
+            return "missed"
+        self._trace(ident).append(actor.struck)
+        self._happened(ident, moved, self._trace(ident)[known:])
         return moved.end
 
     def kill(self, ident: int) -> None:
@@ -399,7 +411,16 @@ class Run:
             first = 0 if self._scene.keeps else min(since, default=0)
             history.append(tuple(self._events.get(name, [])[first:]) if since else ())
         rows = tuple(sorted((name, self._rows(name)) for name in world.resources))
-        who = (table.acked, table.idle, table.kills, seats, tuple(sorted(table.blocked)), table.jammed)
+        who = (
+            table.acked,
+            table.idle,
+            table.kills,
+            table.faults,
+            table.missed,
+            seats,
+            tuple(sorted(table.blocked)),
+            table.jammed,
+        )
         return (rows, who, tuple(history))
 
     def _trace(self, ident: int) -> list[Any]:

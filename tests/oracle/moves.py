@@ -18,7 +18,7 @@ Ledger: TypeAlias = frozenset[tuple[str, tuple[Any, ...]]]
 
 
 class Move(NamedTuple):
-    """kind: begin, run, fail or kill."""
+    """kind: begin, run, fail, kill, or a kind of fault (a delivery that is not there begins with it)."""
 
     kind: str
     ident: int
@@ -52,13 +52,22 @@ class Stage(Protocol):
         ...
 
     def step(self, ident: int, fail: bool) -> str: ...
+    def strike(self, ident: int, kind: str) -> str:
+        """As step(), with a fault; "missed" if that cannot come there."""
+        ...
+
     def kill(self, ident: int) -> None: ...
 
 
 class Table:
     """Who is there, and may do what. most: deliveries in all; what would take more is cut off."""
 
-    def __init__(self, stage: Stage, duplicates: int, crashes: int | None, most: int) -> None:
+    def __init__(
+        self, stage: Stage, duplicates: int, crashes: int | None, most: int, faults: tuple[str, ...] = ()
+    ) -> None:
+        self.faults = faults
+        """Kinds of which one may come."""
+        self.missed = False
         self.idle = duplicates
         self.acked = False
         self.kills = 0
@@ -75,7 +84,7 @@ class Table:
     def moves(self) -> list[Move]:
         """Every move that is possible now, in a fixed order."""
         out: list[Move] = []
-        if self.jammed:
+        if self.jammed or self.missed:
             return out
         begin = bool(self.idle) and not self.acked
         if begin and self._most > 0:
@@ -86,6 +95,9 @@ class Table:
             out += [Move("fail", ident) for ident in sorted(self.live)]
         if self._crashes is None or self.kills < self._crashes:
             out += [Move("kill", ident) for ident in sorted(self.live) if self.live[ident]]
+        standing = [ident for ident in sorted(self.live) if self.live[ident] >= 0]
+        standing += [move.ident for move in out if move.kind == "begin"]
+        out += [Move(kind, ident) for ident in standing for kind in self.faults]
         return out
 
     def go(self, move: Move) -> None:
@@ -95,7 +107,8 @@ class Table:
             self._stage.kill(ident)
             self._gone(ident)
             return
-        if move.kind == "begin":
+        fault = move.kind if move.kind in self.faults else ""
+        if move.kind == "begin" or (fault and ident not in self.live):
             self.idle -= 1
             self._most -= 1
             self.live[ident] = 0
@@ -109,7 +122,14 @@ class Table:
             self.acked, self.idle = True, 0
             self.blocked.clear()
             return
-        end = self._stage.step(ident, move.kind == "fail")
+        if fault:
+            self.faults = ()
+            end = self._stage.strike(ident, fault)
+            self.missed = end == "missed"
+        else:
+            end = self._stage.step(ident, move.kind == "fail")
+        if self.missed:
+            return
         if end in ("blocked", "jammed", "unsure"):
             self.blocked.add(ident)
             self.jammed = self.jammed or end != "blocked"

@@ -25,7 +25,7 @@ from tests.oracle import known_jobs
 from tests.oracle.brute_force import MOST_DELIVERIES, Job, Oracle, Question, Verdict
 from tests.oracle.jobs import Shop, random_program
 
-SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "80")))
+SEEDS = range(int(os.environ.get("RETRYCHAOS_ORACLE_SEEDS", "40")))
 BATCH = 10
 CRASHES = 3
 BATCHES = [SEEDS[start : start + BATCH] for start in range(0, len(SEEDS), BATCH)]
@@ -36,7 +36,13 @@ def explore_and_compare(question: Question, verdict: Verdict, shop: Shop) -> Non
     job = partial(question.job, shop)
     crashes = verdict.crashes if verdict.endless else question.crashes  # the tool follows 25 failures from each state
     chaos = Chaos(
-        duplicates=1, crashes=crashes or question.crashes, volatile=question.volatile, budget=600, scratch=shop.scratch
+        faults=False,
+        late=False,
+        duplicates=1,
+        crashes=crashes or question.crashes,
+        volatile=question.volatile,
+        budget=600,
+        scratch=shop.scratch,
     )
     chaos.watch(shop, "send", result=None)
     chaos.watch(shop, "charge", result=None, key="key")
@@ -141,11 +147,13 @@ def seeded(seeds: Iterable[int], with_redis: bool) -> Iterator[tuple[str, Questi
         yield f"seed {seed}", Question(program, program.journal, program.volatile, CRASHES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_jobs_on_sqlite(seeds: range, oracle: Oracle, tmp_path: Path) -> None:
     compare(seeded(seeds, False), oracle, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", BATCHES[::2], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_jobs_on_sqlite_and_fakeredis(seeds: range, redis_oracle: Oracle, tmp_path: Path) -> None:
     """The oracle kills clients of a real server, the tool works on fakeredis."""
@@ -153,6 +161,7 @@ def test_jobs_on_sqlite_and_fakeredis(seeds: range, redis_oracle: Oracle, tmp_pa
         compare(seeded(seeds, True), redis_oracle, tmp_path, client)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", BATCHES[1::2], ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_jobs_on_sqlite_and_redis(seeds: range, redis_socket: str, redis_oracle: Oracle, tmp_path: Path) -> None:
     with redis.Redis(unix_socket_path=redis_socket) as client:

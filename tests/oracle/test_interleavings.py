@@ -55,12 +55,14 @@ class Case:
 
 
 FAMILIES = {
-    "pairs": Family(Kind((2, 3), second=0.1), Scope(2, 0), 100),
-    "raw": Family(Kind((2, 3), (*RAW_STYLES, *STYLES)), Scope(2, 0), 50),
-    "crashes": Family(Kind((1, 2), second=0.1), Scope(2, 1), 80),
-    "redis": Family(Kind((2, 3), redis=0.5), Scope(2, 0), 40),
+    "pairs": Family(Kind((2, 3), second=0.1), Scope(2, 0), 60),
+    "raw": Family(Kind((2, 3), (*RAW_STYLES, *STYLES)), Scope(2, 0), 30),
+    "crashes": Family(Kind((1, 2), second=0.1), Scope(2, 1), 50),
+    "redis": Family(Kind((2, 3), redis=0.5), Scope(2, 0), 20),
     "redis crashes": Family(Kind((1, 2), redis=0.5), Scope(2, 1), 20),
-    "three": Family(Kind((1, 2), sends=0.05), Scope(3, 0), 30),
+    "faults": Family(Kind((1, 2), second=0.1), Scope(2, 0, faults=True, anywhere=True), 20, states=100, runs=60),
+    "redis faults": Family(Kind((1, 2), redis=0.5), Scope(2, 0, faults=True, anywhere=True), 10, 100, 60),
+    "three": Family(Kind((1, 2), sends=0.05), Scope(3, 0), 20),
 }
 
 
@@ -111,6 +113,7 @@ def report(seed: object, case: Case, disagrees: Callable[[Case], str]) -> str:
 # -- tests ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "seeds"), list(batches()))
 def test_random_jobs(name: str, seeds: range) -> None:
     """The tool reaches the same ledgers as exploration without shortcuts, and as every sequence of moves."""

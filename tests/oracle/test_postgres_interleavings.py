@@ -160,6 +160,7 @@ def fail(reports: list[str]) -> None:
         pytest.fail(f"{len(found)} disagreements\n\n" + "\n\n".join(found), pytrace=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "seeds"), list(batches()))
 def test_random_jobs(name: str, seeds: range, store: Store) -> None:
     """The tool reaches the same ledgers as exploration without shortcuts, and as every sequence of moves."""

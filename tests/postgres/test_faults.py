@@ -82,3 +82,103 @@ def test_autocommit(shop: Engine, check: Chaos) -> None:
 
     report = check(faults=True).explore(job, shop)
     assert report.verdict == "proven", full_text(report)
+
+
+# -- the server refuses a statement -----------------------------------------------------------------------------------
+
+
+def take_a_deadlock_for_done(engine: Engine) -> None:
+    """Tells deadlocks from other errors, and takes one for a sign that somebody else does it."""
+    try:
+        bill(engine)
+    except OperationalError as error:
+        if sqlstate(error) == "40P01":
+            return
+        raise
+
+
+def again_after_a_deadlock(engine: Engine) -> None:
+    try:
+        bill(engine)
+    except OperationalError as error:
+        if sqlstate(error) != "40P01":
+            raise
+        bill(engine)
+
+
+def sqlstate(error: OperationalError) -> str | None:
+    return getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+
+
+def go_on_in_the_broken_transaction(engine: Engine) -> None:
+    """The error is caught, but the transaction is aborted; what comes after it in the same block fails as well."""
+    with engine.begin() as connection:
+        try:
+            connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+        except OperationalError as error:
+            if sqlstate(error) != "40P01":
+                raise
+            connection.execute(text("SELECT 1"))
+
+
+@pytest.mark.parametrize("job", [again_after_a_deadlock, go_on_in_the_broken_transaction])
+def test_a_deadlock(shop: Engine, check: Chaos, job: Job) -> None:
+    report = check(faults=True).explore(job, shop)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_a_deadlock_that_is_swallowed(shop: Engine, check: Chaos) -> None:
+    report = check(faults=True, crashes=0).explore(take_a_deadlock_for_done, shop)
+    assert {(each.kind, each.effect) for each in report.findings} == {("lost", "invoices")}, full_text(report)
+    (finding,) = report.findings
+    assert finding.plan.faults == ("deadlock",)
+    again = check(faults=True, crashes=0).run(take_a_deadlock_for_done, shop, plan=finding.token)
+    assert (again.kind, again.effect) == ("lost", "invoices")
+    assert "deadlock: DeadlockDetected: deadlock detected" in full_text(report)
+
+
+def strictly(engine: Engine, swallows: bool) -> None:
+    with engine.connect().execution_options(isolation_level="SERIALIZABLE") as connection:
+        try:
+            with connection.begin():
+                if connection.execute(text("SELECT status FROM orders WHERE id = 1")).scalar() == "new":
+                    connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+        except OperationalError as error:
+            if not (swallows and sqlstate(error) == "40001"):
+                raise
+
+
+def test_serialization_failures(shop: Engine, check: Chaos) -> None:
+    """They come at statements and at the COMMIT, and only where the level is above READ COMMITTED."""
+    report = check(faults=True, crashes=0).explore(strictly, shop, True)
+    assert {(each.kind, each.effect) for each in report.findings} == {("lost", "orders")}, full_text(report)
+    assert report.findings[0].plan.faults == ("serialization failure",)
+
+
+def test_serialization_failures_that_are_raised(shop: Engine, check: Chaos) -> None:
+    report = check(faults=True).explore(strictly, shop, False)
+    assert report.verdict == "proven", full_text(report)
+
+
+def with_lock_timeout(engine: Engine, timeout: bool) -> None:
+    with engine.begin() as connection:
+        if timeout:
+            connection.execute(text("SET LOCAL lock_timeout = '10s'"))
+        try:
+            with connection.begin_nested():
+                connection.execute(text("UPDATE orders SET status = 'done' WHERE id = 1"))
+        except OperationalError as error:
+            if sqlstate(error) != "55P03":
+                raise
+
+
+def test_lock_timeouts(shop: Engine, check: Chaos) -> None:
+    """Only where a time for locks is set."""
+    report = check(faults=True, crashes=0).explore(with_lock_timeout, shop, True)
+    assert {(each.kind, each.effect) for each in report.findings} == {("lost", "orders")}, full_text(report)
+    assert report.findings[0].plan.faults == ("lock timeout",)
+
+
+def test_no_lock_timeouts_without_a_time(shop: Engine, check: Chaos) -> None:
+    report = check(faults=True, crashes=0).explore(with_lock_timeout, shop, False)
+    assert report.verdict == "proven", full_text(report)

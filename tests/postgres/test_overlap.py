@@ -254,3 +254,151 @@ def test_a_lock_that_the_session_keeps_is_doubted(check: Chaos, db: Engine) -> N
     with db.begin() as connection:
         connection.execute(text("UPDATE orders SET n = 0"))
     assert check.explore(keeps, db, True).verdict == "proven"
+
+
+def _with_a_lock(engine: Engine, mode: str, level: str, *, look_first: bool = False) -> None:
+    look = text("SELECT count(*) FROM invoices")
+    with engine.connect().execution_options(isolation_level=level) as connection, connection.begin():
+        seen = connection.execute(look).scalar() if look_first else None
+        connection.execute(text(f"LOCK TABLE invoices IN {mode} MODE"))
+        if not (connection.execute(look).scalar() if seen is None else seen):
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (7)"))
+
+
+LEVELS = ["READ COMMITTED", "REPEATABLE READ"]
+MODES = ["ACCESS EXCLUSIVE", "SHARE ROW EXCLUSIVE"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_that_is_locked_before_the_look(twice: Chaos, db: Engine, mode: str, level: str) -> None:
+    """Who waits for ACCESS EXCLUSIVE has the table before anybody else can read what was committed to it."""
+    report = twice.explore(_with_a_lock, db, mode, level)
+    assert report.verdict == "proven", full_text(report)
+
+
+@pytest.mark.parametrize(
+    ("mode", "level", "verdict"),
+    [
+        (MODES[0], LEVELS[0], "proven"),  # both have looked, so the server refuses one of them
+        (MODES[0], LEVELS[1], "failed"),  # who waits to look has taken its snapshot before
+        (MODES[1], LEVELS[0], "failed"),
+        (MODES[1], LEVELS[1], "failed"),
+    ],
+)
+def test_a_table_that_is_locked_after_the_look(twice: Chaos, db: Engine, mode: str, level: str, verdict: str) -> None:
+    report = twice.explore(_with_a_lock, db, mode, level, look_first=True)
+    assert report.verdict == verdict, full_text(report)
+    assert [finding.kind for finding in report.findings] == ["duplicated"] * (verdict == "failed")
+
+
+def test_a_table_that_nobody_can_look_at(twice: Chaos, db: Engine) -> None:
+    report = twice.explore(_with_a_lock, db, "ACCESS EXCLUSIVE", "SERIALIZABLE")
+    assert report.verdict == "inconclusive"
+    assert "invoices of postgresql" in report.guarantee
+    assert "lock the table IN EXCLUSIVE MODE" in report.guarantee
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_deferred_trigger_writes(twice: Chaos, db: Engine, mode: str) -> None:
+    """It writes when the transaction commits, and then the other one has the table."""
+    with db.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$ BEGIN INSERT INTO invoices (ord) VALUES (8); RETURN NULL; END $$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE CONSTRAINT TRIGGER later AFTER INSERT ON once DEFERRABLE INITIALLY DEFERRED "
+                "FOR EACH ROW EXECUTE FUNCTION note()"
+            )
+        )
+
+    def job(engine: Engine, place: str) -> None:
+        with engine.begin() as connection:
+            connection.execute(text(f"LOCK TABLE {place} IN {mode} MODE"))
+            if not connection.execute(text("SELECT 1 FROM invoices WHERE ord = 8")).first():
+                connection.execute(text("INSERT INTO once SELECT max(id)::text, 1 FROM invoices"))
+
+    with db.begin() as connection:
+        connection.execute(text("INSERT INTO invoices (ord) VALUES (1)"))
+    report = twice.explore(job, db, "invoices")
+    assert report.verdict == "proven", full_text(report)
+    with db.begin() as connection:
+        connection.execute(text("DELETE FROM once"))
+        connection.execute(text("DELETE FROM invoices WHERE ord = 8"))
+    report = twice.explore(job, db, "orders")
+    assert report.verdict == "proven", full_text(report)
+
+
+def truncate_and_fill(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("TRUNCATE once"))
+        connection.execute(text("INSERT INTO once VALUES ('7', 1)"))
+
+
+def test_tables_that_are_locked_together(twice: Chaos, db: Engine) -> None:
+    """Who waits for the first one has the second one as well when the other commits."""
+
+    def job(engine: Engine) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("LOCK TABLE orders, once"))
+            if not connection.execute(text("SELECT 1 FROM once")).first():
+                connection.execute(text("UPDATE orders SET n = n + 1 WHERE id = 1"))
+                connection.execute(text("INSERT INTO once VALUES ('7', 1)"))
+
+    report = twice.explore(job, db)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_tables_that_are_locked_one_after_the_other(twice: Chaos, db: Engine) -> None:
+    def job(engine: Engine, told: bool) -> None:
+        seen = False
+        for table in ("orders", "once"):
+            with engine.begin() as connection:
+                connection.execute(text(f"LOCK TABLE {table}"))
+                if table == "orders":
+                    seen = bool(connection.execute(text("SELECT n FROM orders WHERE id = 1")).scalar())
+                    connection.execute(text("UPDATE orders SET n = 1 WHERE id = 1"))
+                elif not (seen if told else connection.execute(text("SELECT 1 FROM once")).first()):
+                    connection.execute(text("INSERT INTO once VALUES ('7', 1)"))
+
+    report = twice(crashes=0).explore(job, db, False)
+    assert report.verdict == "proven", full_text(report)
+    with db.begin() as connection:
+        connection.execute(text("UPDATE orders SET n = 0"))
+        connection.execute(text("DELETE FROM once"))
+    report = twice.explore(job, db, True)
+    assert {(finding.kind, finding.effect) for finding in report.findings} == {("lost", "once")}, full_text(report)
+
+
+def test_numbers_that_begin_anew(check: Chaos, twice: Chaos, db: Engine) -> None:
+    def job(engine: Engine) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("TRUNCATE invoices RESTART IDENTITY"))
+            connection.execute(text("INSERT INTO invoices (ord) VALUES (1)"))
+
+    report = twice.explore(job, db)
+    assert report.verdict == "inconclusive"
+    assert "CONTINUE IDENTITY" in report.guarantee
+    assert check(duplicates=1).explore(job, db).verdict == "proven"
+
+
+def truncate_and_count(engine: Engine) -> None:
+    with engine.begin() as connection:
+        seen = connection.execute(text("SELECT count(*) FROM once")).scalar_one()
+        connection.execute(text("TRUNCATE invoices"))
+        connection.execute(text("INSERT INTO invoices (id, ord) VALUES (1, :seen)"), {"seen": seen})
+        connection.execute(text("INSERT INTO once VALUES ('7', 1) ON CONFLICT DO NOTHING"))
+
+
+def test_a_table_that_is_emptied_and_filled(twice: Chaos, db: Engine) -> None:
+    report = twice.explore(truncate_and_fill, db)
+    assert report.verdict == "proven", full_text(report)
+
+
+def test_a_table_that_is_filled_by_what_the_other_has_left(twice: Chaos, db: Engine) -> None:
+    report = twice.explore(truncate_and_count, db)
+    assert [(finding.kind, finding.effect) for finding in report.findings] == [("changed", "invoices")], report

@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -45,11 +46,8 @@ class Recorder:
         self.doubts: list[str] = []
         self.die_at: int | None = None
 
-    def strikes(self, kind: str) -> bool:
-        return False
-
-    def struck(self, error: BaseException) -> None:
-        raise AssertionError("no fault was ordered")
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
+        """No fault was ordered."""
 
     def boundary(self, step: Step) -> None:
         if len(self.steps) == self.die_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -90,6 +91,34 @@ def test_a_client_that_does_not_try_again(check: Chaos, hasty: redis.Redis, job:
     assert report.verdict == "proven", full_text(report)
 
 
+def push_unless_it_fails(client: redis.Redis) -> None:
+    with contextlib.suppress(redis.RedisError):
+        client.set("a", "b")
+
+
+def test_retries_do_not_last_for_ever(check: Chaos, client: redis.Redis, hasty: redis.Redis) -> None:
+    for each in (client, hasty):
+        (finding,) = check.explore(push_unless_it_fails, each).findings
+        assert (finding.kind, finding.effect, finding.plan.crashes) == ("lost", "redis a", 0)
+        each.flushall()
+    assert client.get_retry()._retries == 1  # type: ignore[union-attr]  # it has one
+
+
 def test_an_answer_to_set_nx_that_is_lost(check: Chaos, client: redis.Redis) -> None:
     (finding,) = check(crashes=0).explore(take, client).findings
     assert (finding.kind, finding.effect) == ("lost", "redis work")
+
+
+# -- fakeredis ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", [count_once, pipeline_that_counts])
+def test_fakeredis_tries_again_if_it_is_told_to(chaos: Chaos, job: object) -> None:
+    check = chaos(faults=True)
+    assert check.explore(job, chaos.redis).verdict == "proven"  # type: ignore[arg-type]  # one of the jobs above
+    chaos.redis.flushall()
+    chaos.redis.connection_pool.disconnect()
+    chaos.redis.connection_pool.reset()
+    chaos.redis.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 1)
+    (finding,) = check.explore(job, chaos.redis).findings  # type: ignore[arg-type]  # one of the jobs above
+    assert (finding.kind, finding.effect, finding.plan.crashes) == ("changed", "redis n", 0)

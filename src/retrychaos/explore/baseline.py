@@ -110,7 +110,7 @@ def make_judge(canon: Canon, first: Outcome, found: Facts, options: Options) -> 
     """A judge with the clean run as baseline, and what is volatile as known now."""
     path = [found, *(change.facts for change in first.changes), first.facts]
     memory = any(relation.memory for version in first.facts.values() for relation in version.relations.values())
-    judge = Judge(canon.judging(options.volatile, memory), first.facts, path, options.tolerate)
+    judge = Judge(canon.judging(options.volatile, memory), first.facts, path, options.tolerate, options.leases)
     for resource, version in first.facts.items():
         for name, relation in version.relations.items():
             if relation.external and judge.tolerates(name.removeprefix("call ")):
@@ -130,7 +130,7 @@ def relearn(canon: Canon, first: Outcome, other: Outcome) -> bool:
             if mine.generated and theirs.generated
         }
         for place, mine, theirs in _both(one.facts, two.facts):
-            learned = canon.learn(place, mine, theirs, ids) or learned
+            learned = canon.learn(place, mine, theirs, ids, (one.clock, two.clock)) or learned
     if learned:
         for one, two in zip(first.changes, other.changes, strict=False):
             for place, mine, theirs in _both(one.facts, two.facts):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -36,6 +37,7 @@ from retrychaos.explore.volatile import (
 from retrychaos.model.ledger import Cell, Facts, Relation, Row
 from retrychaos.runtime.chance import Chance
 from retrychaos.runtime.clock import Clock
+from retrychaos.runtime.letters import SHORTEST
 
 Place: TypeAlias = tuple[str, str]
 """Resource name, relation name."""
@@ -50,7 +52,7 @@ _DRAWN = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|[0-9a
 _BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
 _NUMBER = re.compile(r"\d+")
 _STREAM_ID = re.compile(r"\d{13}-\d+")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}")
 
 
 _Spots: TypeAlias = tuple[tuple[int, str], ...]
@@ -104,6 +106,7 @@ class Canon:
         """Row ids that stores drew in this check, by table."""
         self._rows: dict[Place, dict[Row, Form]] = defaultdict(dict)
         self._shapes: dict[int, tuple[Relation, _Shape]] = {}
+        self._stored: dict[int, tuple[Relation, tuple[int, ...]]] = {}
         self._held = 0
         self._marks: dict[tuple[tuple[str, tuple[Relation, ...]], ...], bytes] = {}
         """Fingerprints known already, by the relations that they are of."""
@@ -147,6 +150,29 @@ class Canon:
                 total += hash_of(("shared", place, coloured(form, colours))) - form.local
         return (total & _MASK).to_bytes(16, "big")
 
+    def mark(self, facts: Facts, at: float | None = None) -> bytes:
+        """As fingerprint(), for what will happen: a stored time that is yet to come is another thing than one that is
+        over. at: when (None: now)."""
+        mark = self.fingerprint(facts)
+        if max(self._offsets) <= 0:
+            return mark
+        now = self._clock.now() if at is None else at
+        coming = [
+            (place, left)
+            for place, relation, neutral in self._relations(facts)
+            if relation is not neutral and (left := sum(end > now for end in self._times(relation)))
+        ]
+        return hashlib.blake2b(mark + repr(coming).encode(), digest_size=len(mark)).digest() if coming else mark
+
+    def _times(self, relation: Relation) -> tuple[int, ...]:
+        """Times that are stored there, in seconds since the epoch."""
+        known = self._stored.get(id(relation))
+        if known is None or known[0] is not relation:
+            leaves = (leaf for row in relation.rows for cell in row for leaf in leaves_of(cell))
+            times = (moment(leaf) for leaf in leaves if _may_be_time(leaf) and self._is_time(leaf))
+            known = self._stored[id(relation)] = (relation, tuple(time for time in times if time is not None))
+        return known[1]
+
     def templates(self, place: Place, relation: Relation) -> Counter[Template]:
         """The rows of a relation with volatile values blanked."""
         return Counter(form.template for form in self._shape(place, relation).forms)
@@ -158,11 +184,11 @@ class Canon:
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
-    def learn(self, place: Place, one: Relation, other: Relation, ids: IdPairs) -> bool:
+    def learn(self, place: Place, one: Relation, other: Relation, ids: IdPairs, clocks: tuple[float, float]) -> bool:
         """Two clean runs left these at the same boundary: what differs is volatile. Was anything new?
 
         ids: the row ids that the stores drew, per table, in the one run and in the other. A number that is a row id in
-        both is a reference, declared or not.
+        both is a reference, declared or not. clocks: of the runs at that boundary.
         """
         if one is other:
             return False
@@ -175,11 +201,11 @@ class Canon:
         fresh = [self._learn_real_time(a, b) for a, b in leaves]  # all of them, before any is looked at
         if any(fresh):
             self._forget()
-            self.learn(place, one, other, ids)
+            self.learn(place, one, other, ids, clocks)
             return True
         for mine, theirs in paired:
             differing = tuple(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-            if all(self._learn_time(mine[i], theirs[i]) for i in differing):
+            if all(self._learn_time(mine[i], theirs[i], clocks) for i in differing):
                 learned = True
                 continue
             if all(self._learn_text(place, mine[i], theirs[i], ids) for i in differing):
@@ -214,12 +240,16 @@ class Canon:
         self._texts[place][skeleton] = tuple(kinds)
         return True
 
-    def _learn_time(self, mine: Any, theirs: Any) -> bool:
-        """Two moments at the same distance from the clocks of their runs: a time, at that distance from now on."""
+    def _learn_time(self, mine: Any, theirs: Any, clocks: tuple[float, float]) -> bool:
+        """Two moments at the same distance from the clocks of their runs: a time, at that distance from now on.
+
+        That from an instant after it was written means nothing: a delivery that dies before has no such instant.
+        """
         one, two = moment(mine), moment(theirs)
-        if one is None or two is None:
+        if one is None or two is None or not (_shows_seconds(mine) and _shows_seconds(theirs)):
             return False
-        shared = {one - int(now) for now in self._clock.instants} & {two - int(now) for now in self._clock.instants}
+        instants = [{int(now) for now in self._clock.instants if now <= end} for end in clocks]
+        shared = {one - now for now in instants[0]} & {two - now for now in instants[1]}
         if not shared:
             return False
         self._offsets.add(min(shared, key=abs))
@@ -229,6 +259,7 @@ class Canon:
     def _forget(self) -> None:
         self._rows.clear()
         self._shapes.clear()
+        self._stored.clear()
         self._marks.clear()
 
     # -- forms ------------------------------------------------------------------------------------------------------
@@ -441,7 +472,7 @@ class Canon:
     def _add_leaf(self, leaf: Any, leaves: list[Any], names: list[tuple[int, Name]]) -> None:
         kind = type(leaf)
         if kind is str:
-            if len(leaf) >= 7:
+            if len(leaf) >= SHORTEST:
                 self._add_text(leaf, leaves, names)
                 return
         elif kind is int or kind is float:
@@ -493,6 +524,11 @@ class Canon:
             leaves += (text[start : match.start()], hole)
             start = match.end()
         if start == 0:
+            for begin, end in self._draws.words(text):
+                names.append((len(leaves) + 1, ("random", text[begin:end])))
+                leaves += (text[start:begin], RANDOM)
+                start = end
+        if start == 0:
             for match in _BASE64.finditer(text):
                 if self._draws.text(match.group()):
                     names.append((len(leaves) + 1, ("random", match.group())))
@@ -536,6 +572,17 @@ class Canon:
         known = offset in self._real_offsets
         self._real_offsets.add(offset)
         return not known
+
+
+def _shows_seconds(leaf: Any) -> bool:
+    """What has only a day or an hour is not so far from now as it was in another run."""
+    return not isinstance(leaf, str) or leaf.isdigit() or _TIME.match(leaf) is not None
+
+
+def _may_be_time(leaf: Any) -> bool:
+    if isinstance(leaf, str):
+        return leaf.isdigit() or _TIME.match(leaf) is not None
+    return type(leaf) in (int, float) and leaf > 1e8
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------------

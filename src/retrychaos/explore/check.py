@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from retrychaos.explore.baseline import Baseline, establish, first_run, make_judge
@@ -26,12 +26,15 @@ from retrychaos.explore.judge import Deviation, Judge, effect_of
 from retrychaos.explore.replay import Performance, perform
 from retrychaos.explore.runner import Forked, Here, Runner
 from retrychaos.explore.schedule import perform_turns
+from retrychaos.model.durations import in_words
 from retrychaos.model.errors import PlanError
+from retrychaos.model.leases import check as check_leases
+from retrychaos.model.leases import idle as idle_leases
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import DEFAULT_OVERLAP, Options
 from retrychaos.model.plan import ERROR, Plan, parse
 from retrychaos.model.report import FAILED, INCONCLUSIVE, PROVEN, Delivery, Finding, Ledger, Report, Run
-from retrychaos.runtime.delivery import Job, Outcome, Workshop, keep_none
+from retrychaos.runtime.delivery import HORIZON, Job, Outcome, Workshop, keep_none
 from retrychaos.world.world import Saved
 
 _MOST_FINDINGS = 8
@@ -46,6 +49,8 @@ _SHARED_MEMORY = (
     "would share, and separate workers do not. Keep such things out of memory, or use duplicates=1."
 )
 _BESIDE = "Rivals and siblings run while a delivery is alive, so with them duplicates=1 is not enough."
+_FOR_FAULTS = 0.5
+"""Share of the time that crashes have left, after which no further error, lost reply or shutdown is tried."""
 _perf_counter = time.perf_counter
 
 
@@ -79,8 +84,15 @@ class Check:
         self._started = _perf_counter()
         self._forked: Forked | None = None
         self._orders: Orders | None = None
+        self._learned_at: set[int] = set()
         self._faults = 0
-        """How many faults other than crashes were tried."""
+        """How many faults other than crashes were tried, one delivery at a time."""
+        self._passed_over = 0
+        """How many were not."""
+        self._enough_faults: float | None = None
+        """When no further one is begun."""
+        self._telling: frozenset[tuple[str, Hashable]] | None = None
+        """Which of them have to be tried where deliveries overlap, with their steps; None: all."""
         self._start = workshop.clock.base
         self._cast = Cast.of(options)
         self._jobs = [Job(other.function, other.args) for other in self._cast.others]
@@ -93,6 +105,8 @@ class Check:
         runner: Runner = Here(self._workshop, self._job, self._jobs)
         first = first_run(runner, self._start, self._limit(), not self._cast.siblings)
         self._clean_run_done()
+        states = [self._found(), *(change.facts for change in first.changes), first.facts]
+        check_leases(self._options.leases, states)
         clean = first.saved
         if not first.changes and not self._cast.siblings:
             return Checked(self._unseen(first), clean)
@@ -180,7 +194,10 @@ class Check:
             spent = True
         if isinstance(runner, Here):
             self._fork().end()
-        self._faults = closure.faults
+        self._faults, self._passed_over = closure.faults, closure.passed_over
+        if not self._cast.visits and not self._options.thorough:
+            steps = baseline.run.steps
+            self._telling = frozenset((fault.kind, steps[fault.step - 1].signature) for fault in closure.telling)
         report = self._report(runner, baseline, closure, company, spent, note)
         if report.verdict != PROVEN or (self._options.duplicates == 1 and not self._cast.visits):
             return report
@@ -204,7 +221,16 @@ class Check:
         if remembers:
             return self._doubtful(report, Overlapped(reason=_SHARED_MEMORY))
         most = self._options.crashes
-        scope = Overlap(self._options.duplicates, None if most == "any" else int(most), self._options.late)
+        crashes = None if most == "any" else int(most)
+        scope = Overlap(
+            self._options.duplicates,
+            crashes,
+            self._options.late == "slow",
+            faults=self._options.faults,
+            anywhere=self._options.thorough,
+            telling=self._telling,
+            leased=bool(self._options.leases),
+        )
         steps, limit = len(baseline.run.steps), self._overlap_limit()
         company.around.limit, company.around.spent = limit, OutOfTime
         spaces = not baseline.knows_ids
@@ -217,23 +243,24 @@ class Check:
             warnings=(*report.warnings, *(note for note in done.notes if note not in report.warnings)),
         )
         if done.findings:
-            fewest = min(finding.plan.crashes for finding in done.findings)
+            plan = min((finding.plan for finding in done.findings), key=_mishaps)
             alone = self._options.duplicates == 1
             when = "when other code comes in between" if alone else "when deliveries overlap"
             return replace(
                 report,
                 verdict=FAILED,
                 findings=done.findings,
-                guarantee=f"none: a fault shows {when}, with {_count(fewest)}{self._tail(baseline.judge)}",
+                guarantee=f"none: a fault shows {when}, with {_count(plan.crashes)}{_besides(plan)}"
+                f"{self._tail(baseline.judge)}",
             )
         if done.reason or done.spent:
             if done.reason and self._cast.visits:
                 done = replace(done, reason=f"{done.reason} {_BESIDE}")
             return self._doubtful(report, done)
-        crashes = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
-        tail = self._tail(baseline.judge)
+        said = "any number of crashes" if most == "any" else f"up to {_count(int(most))}"
+        tail = self._tail(baseline.judge, done)
         bound = f", at most {MAX_DELIVERIES} deliveries" if bounded or done.bounded else ""
-        late = "at once and after each expiry of a key" if self._options.late else "at once"
+        late = self._when()
         how = f"one delivery at a time, redelivered {late}"
         if self._options.duplicates > 1:
             up_to = f"up to {self._options.duplicates} deliveries that overlap in every order of their steps"
@@ -242,7 +269,7 @@ class Check:
         return replace(
             report,
             guarantee=(
-                f"{crashes}{bound} at any of {len(baseline.run.steps) + 1} boundaries, {how}: the ledger is that of a "
+                f"{said}{bound} at any of {len(baseline.run.steps) + 1} boundaries, {how}: the ledger is that of a "
                 f"clean run ({_states(report.states)}, closed){tail}"
             ),
         )
@@ -268,7 +295,7 @@ class Check:
     def _overlap_limit(self) -> Limit:
         """The time for deliveries that overlap."""
         budget = self._options.budget
-        if budget is None and not self._cast.visits:
+        if budget is None and not self._cast.visits and not self._options.thorough:
             return Limit(DEFAULT_OVERLAP)
         return Limit(max(0.0, self._started + self._options.seconds - _perf_counter()))
 
@@ -307,9 +334,21 @@ class Check:
     def _closure(self, runner: Runner, baseline: Baseline, company: Company) -> Closure:
         crashes = self._options.crashes
         most = None if crashes == "any" else int(crashes)
-        scope = Scope(most, self._options.late)
+        scope = Scope(most, bool(self._options.late), self._options.thorough)
         limit = self._limit_or_stop
-        return Closure(self._name, runner, self.canon, baseline, self._found(), self._start, scope, limit, company)
+        return Closure(
+            self._name,
+            runner,
+            self.canon,
+            baseline,
+            self._found(),
+            self._start,
+            scope,
+            limit,
+            company,
+            self._learned_at,
+            self._has_time_for_faults,
+        )
 
     def _found(self) -> Facts:
         return self._workshop.world.found_facts
@@ -360,17 +399,31 @@ class Check:
             spent = False
         elif spent:
             verdict = INCONCLUSIVE
+            states = len(closure.states)
+            done = f"{states - closure.waiting} of at least {states} states"
+            if closure.calm_closed:
+                done = f"all crashes and {closure.faults} errors, lost replies and shutdowns ({done})"
             reason = (
-                f"the budget of {self._options.seconds:g} s ran out after {len(closure.states) - closure.waiting} "
-                f"of at "
-                f"least {len(closure.states)} states; no fault was found so far. Raise the option budget to go on."
+                f"the budget of {self._options.seconds:g} s ran out after {done}; no fault was found so far. Raise the "
+                "option budget to go on."
             )
         else:
             verdict = PROVEN
         warnings = list(closure.notes)
+        if closure.passed_over:
+            warnings.append(
+                f"{closure.passed_over} of {closure.passed_over + closure.faults} errors, lost replies and shutdowns "
+                "were not tried, for lack of time. Raise the option budget, or say faults=False if they do not matter"
+            )
         unneeded = [each for each in self._options.tolerate if each not in baseline.judge.tolerated]
         if verdict == PROVEN and unneeded:
             warnings.append(f"tolerate={unneeded} was not needed: no effect of that name happened more than once")
+        found = ((change.clock, change.facts) for change in baseline.whole.changes)
+        if idle := idle_leases(self._options.leases, ((self._start, self._found()), *found)):
+            warnings.append(
+                f"leases={idle}: in the clean run no time stands there that was still to come, so nothing was waited "
+                f"for. If it is when a claim was made, say how long it lasts, such as '{idle[0]}+5m'"
+            )
         return Report(
             job=self._name,
             verdict=verdict,
@@ -395,7 +448,7 @@ class Check:
     def _guarantee(self, verdict: str, baseline: Baseline, closure: Closure, reason: str) -> str:
         most = self._options.crashes
         crashes = "any number of crashes" if most == "any" else f"up to {most} crash{'' if most == 1 else 'es'}"
-        late = "at once and after each expiry of a key" if self._options.late else "at once"
+        late = self._when()
         bound = f", at most {MAX_DELIVERIES} deliveries" if closure.bounded else ""
         tail = self._tail(baseline.judge)
         boundaries = len(baseline.run.steps) + 1
@@ -406,19 +459,32 @@ class Check:
             )
         if verdict == INCONCLUSIVE:
             return f"none: {reason}"
-        plan = min((suspect.plan for suspect in closure.suspects), key=lambda plan: plan.crashes)
-        fault = next((leg.fault for leg in plan.legs if leg.fault is not None), None)
-        besides = f" and {'an' if fault.kind == ERROR else 'a'} {fault.kind}" if fault else ""
-        return f"none: a fault shows with {_count(plan.crashes)}{besides}{tail}"
+        plan = min((suspect.plan for suspect in closure.suspects), key=_mishaps)
+        return f"none: a fault shows with {_count(plan.crashes)}{_besides(plan)}{tail}"
 
-    def _tail(self, judge: Judge) -> str:
-        """The end of a guarantee: what else was declared."""
+    def _when(self) -> str:
+        """When a message comes back."""
+        if not self._options.late:
+            return "at once"
+        slow = f", and workers as slow {self._options.duplicates} times" if self._options.late == "slow" else ""
+        real = any(version.real_time for version in self._found().values())
+        but = " (the clock of PostgreSQL does not move)" if real else ""
+        return f"at once, after each expiry, and after {in_words(HORIZON)}{slow}{but}"
+
+    def _tail(self, judge: Judge, overlapped: Overlapped | None = None) -> str:
+        """The end of a guarantee: what else was tried and declared."""
         needed = ", ".join(sorted(judge.tolerated))
         tolerated = f"; tolerated: {needed} more than once" if needed else ""
         ignored = f"; not compared: {', '.join(self._options.volatile)}" if self._options.volatile else ""
         tried = ""
-        if self._faults:
-            tried = f"; errors, lost replies and shutdowns ({self._faults}) at the steps of the first delivery"
+        if self._faults or self._passed_over:
+            where = "every delivery" if self._options.thorough else "the first delivery"
+            share = f" of {self._faults + self._passed_over}, for lack of time" if self._passed_over else ""
+            tried = f"; errors, lost replies and shutdowns ({self._faults}{share}) at the steps of {where}"
+            if overlapped is not None and overlapped.cut:
+                tried += ", but for lack of time not with all that others can do after that"
+            elif overlapped is not None and self._options.duplicates > 1:
+                tried += ", one of them where they overlap" if self._options.thorough else ", and others after that"
         return f"{tried}{tolerated}{ignored}{self._company_said()}"
 
     def _company_said(self) -> str:
@@ -439,7 +505,7 @@ class Check:
         findings: list[Finding] = []
         unconfirmed: list[str] = []
         for (kind, effect), suspects in list(groups.items())[:_MOST_FINDINGS]:
-            suspect = min(suspects, key=lambda each: (each.plan.crashes, len(each.plan.legs)))
+            suspect = min(suspects, key=lambda each: each.size)
             try:
                 done = perform(suspect.plan, runner, self._start, self._limit())
             except PlanError as problem:
@@ -464,6 +530,7 @@ class Check:
                     tuple(also[:_ALSO_SHOWN]),
                     max(0, len(also) - _ALSO_SHOWN),
                     deviation.reason,
+                    late=suspect.late,
                 )
             )
         return findings, unconfirmed
@@ -503,6 +570,13 @@ class Check:
         """Seconds for one delivery: what is left of the budget, and a little more for one that has begun."""
         left = self._options.seconds - (_perf_counter() - self._started)
         return max(left, 1.0)
+
+    def _has_time_for_faults(self) -> bool:
+        """A long job has very many. What is not asked for must not use up the time for what follows from others."""
+        now, end = _perf_counter(), self._started + self._options.seconds
+        if self._enough_faults is None:
+            self._enough_faults = now + _FOR_FAULTS * (end - now)
+        return self._options.thorough or now < self._enough_faults
 
     def _limit_or_stop(self) -> float:
         if _perf_counter() - self._started > self._options.seconds:
@@ -549,6 +623,15 @@ def _left_behind(judge: Judge) -> list[str]:
     if not judge.faded:
         return []
     return [f"a crash leaves {', '.join(sorted(judge.faded))} behind until it expires; that was not counted as a fault"]
+
+
+def _mishaps(plan: Plan) -> int:
+    return plan.crashes + len(plan.faults)
+
+
+def _besides(plan: Plan) -> str:
+    """What else goes wrong in a plan than crashes."""
+    return "".join(f" and {'an' if fault == ERROR else 'a'} {fault}" for fault in plan.faults)
 
 
 def _count(number: int, thing: str = "crash") -> str:

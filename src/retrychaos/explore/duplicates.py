@@ -62,6 +62,8 @@ class Overlapped:
     bounded: bool = False
     jammed: bool = False
     """No two were let wait in a server for the same transaction."""
+    cut: bool = False
+    """Not all was tried that can follow from an error, a lost reply or a shutdown."""
     notes: tuple[str, ...] = ()
 
 
@@ -112,7 +114,8 @@ def _explore(
     spaces: bool,
     careful: bool,
 ) -> Overlapped | None:
-    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=careful, spaces=spaces)
+    timed = careful or scope.leased
+    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=timed, spaces=spaces)
     reason, spent = "", False
     try:
         search.explore()
@@ -134,7 +137,8 @@ def _explore(
         states=search.states,
         runs=search.runs,
         reason=reason,
-        spent=spent,
+        spent=spent or (search.cut and scope.anywhere),
+        cut=search.cut,
         bounded=search.bounded,
         jammed=search.jammed,
         notes=tuple(search.notes),
@@ -199,6 +203,7 @@ def _finding(
         deviation.differences,
         reason=deviation.reason,
         moments=done.moments,
+        late=done.late,
     )
 
 

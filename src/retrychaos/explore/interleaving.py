@@ -27,11 +27,13 @@ from retrychaos.explore.transitions import (
     Node,
     Outcome,
     Surprise,
+    begins,
     index_of,
     move_of,
 )
 from retrychaos.model.ledger import Facts
-from retrychaos.runtime.delivery import LADDER, Job, Workshop
+from retrychaos.model.plan import ACTS, FAULTS, LOST_REPLY, SHUTDOWN
+from retrychaos.runtime.delivery import HORIZON, LADDER, Job, Workshop
 from retrychaos.runtime.turns import Play
 from retrychaos.world.resource import SerialCounter
 from retrychaos.world.world import Saved
@@ -47,11 +49,19 @@ _NEAR = 6
 @dataclass(frozen=True)
 class Scope:
     """duplicates: live deliveries at most. crashes: at most so many (None: any number). late: the clock may pass an
-    expiry although somebody could go on."""
+    expiry although somebody could go on. leased: a job goes by times that are stored in rows.
+
+    faults: one error, lost reply or shutdown at most, in the first delivery before another one begins; `anywhere`: in
+    any delivery at any time. telling: the only ones to try, with the steps (None: all).
+    """
 
     duplicates: int = 2
     crashes: int | None = None
     late: bool = False
+    faults: bool = False
+    anywhere: bool = False
+    telling: frozenset[tuple[str, Hashable]] | None = None
+    leased: bool = False
 
 
 @dataclass(slots=True)
@@ -69,6 +79,7 @@ class _Reached:
     steps: int
     deliveries: int
     clock: int
+    jumps: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ class Interleaving:
         timed: bool = False,
         spaces: bool = True,
     ) -> None:
-        self.names = Names(timed)
+        self.names = Names(timed, start)
         self._spaces = spaces
         self.runs = 0
         self.moves = 0
@@ -125,7 +136,7 @@ class Interleaving:
         self.notes: list[str] = []
         self.endings: list[Ending] = []
         self._rivals = company.visitors
-        self.root = Node((), 0, (), scope.duplicates, False, rivals=self._rivals)
+        self.root = Node((), 0, (), scope.duplicates, False, rivals=self._rivals, calm=scope.faults)
         self.reached: dict[Node, _Reached] = {}
         self.edges: dict[Node, list[tuple[Move, Node]]] = {}
         self.workshop = workshop
@@ -135,14 +146,18 @@ class Interleaving:
         self._scope = scope
         self._limit = limit
         self.timed = timed
-        self.rules = Rules(self.names, shared)
+        self.rules = Rules(self.names, shared, scope.anywhere)
         self._table: dict[Hashable, Outcome | Draw] = {}
         self._saved: dict[tuple[tuple[tuple[str, int], ...], tuple[int, int]], _Kept] = {}
         self._queue: list[tuple[int, int, int, Node]] = []
         self.switches = 0
         """All that takes less switches between deliveries was tried, with as many crashes as are looked at now."""
         self._later: list[tuple[Node, Move]] = []
-        """States that take one crash more."""
+        """Moves that take one crash more."""
+        self._last: list[tuple[Node, Move]] = []
+        """Faults."""
+        self.cut = False
+        """Time was up before all was tried that can follow from faults."""
         self._missing: dict[Hashable, list[tuple[Node, Move]]] = {}
         self.endless: set[Hashable] = set()
         """Loops that wait, and go on for as long as nobody else does something."""
@@ -159,10 +174,22 @@ class Interleaving:
     # -- the search -------------------------------------------------------------------------------------------------
 
     def explore(self) -> None:
-        """Search until closed, or until a fault was found and all that takes as few crashes was tried."""
-        self.reached[self.root] = _Reached(self.root, None, None, 0, 0, 0, 0, 0)
+        """Search until closed, or until a fault was found and all that takes as few crashes was tried.
+
+        What can go wrong but for crashes is tried when the rest is closed.
+        """
+        self.reached[self.root] = _Reached(self.root, None, None, 0, 0, 0, 0, 0, 0)
         self._saved[self.root.versions, self.root.time] = _Kept(self._spaced(), 0, {})
         self._enqueue(self.root)
+        self._explore_on()
+        try:
+            while self._last and not self.endings:
+                self._later, self._last = self._last, []
+                self._explore_on()
+        except OutOfTime:
+            self.cut = True
+
+    def _explore_on(self) -> None:
         while True:
             self._close()
             if not self._wait_where_stuck():
@@ -244,8 +271,11 @@ class Interleaving:
                 self.bounded = True
         for seat in node.seats:
             yield move_of("run", seat.ident)
-        if self._scope.late and self.rules.until_expiry(node) is not None:
-            yield Move("jump")
+        reached = self.reached[node]
+        if self._scope.late and node.seats and reached.jumps < self._scope.duplicates:  # each may be slow once
+            left = self.rules.until_expiry(node)
+            if left is not None and reached.clock + left < (HORIZON - 1) * 1000:
+                yield Move("jump")
 
     def _try(self, node: Node, move: Move) -> bool:
         """Go over an edge if what it does is known. False if nobody gets anywhere by it."""
@@ -274,11 +304,27 @@ class Interleaving:
         if outcome is None:
             self._missing.setdefault(key, []).append((node, move))
             return True
-        after = self.rules.after(entered, index, outcome)
+        if node.calm and entered.calm and move.kind in ("begin", "run"):
+            self._expect_faults(node, entered, index, outcome)
+        after = self.rules.after(entered, index, outcome, move.kind)
         if after == node:
             return False
         self._reach(node, after, move)
         return True
+
+    def _expect_faults(self, node: Node, entered: Node, index: int, outcome: Outcome) -> None:
+        """What could go wrong at a step comes after all that goes well. What waits in a server is let alone."""
+        seat = entered.seats[index]
+        pending = self.names.logs[seat.log].pending
+        assert pending is not None
+        kinds = outcome.chances or (SHUTDOWN,)
+        if self._beyond_repair(node):
+            return
+        if self.names.has_waited(seat.context(pending.resource)):
+            kinds = tuple(kind for kind in kinds if kind == LOST_REPLY)
+        for kind in kinds:
+            if self._scope.telling is None or (kind, pending.signature) in self._scope.telling:
+                self._last.append((node, move_of(kind, seat.ident)))
 
     def _try_rival(self, node: Node, move: Move) -> bool:
         key, outcome = self._look_up(self.rules.rival_key(node, move.ident), node)
@@ -296,7 +342,7 @@ class Interleaving:
         if known is not None:
             node = known.node
         self.edges[before].append((move, node))
-        if move.kind != "kill" and not (move.kind == "rival" and self.company.may_stay_away(move.ident)):
+        if move.kind not in ("kill", *FAULTS) and not (move.kind == "rival" and self.company.may_stay_away(move.ident)):
             if node in self._good:
                 self._finishes(before)
             else:
@@ -311,8 +357,9 @@ class Interleaving:
             was.crashes + (move.kind == "kill"),
             was.switches + self._switches(before, was.move, move),
             was.steps + 1,
-            was.deliveries + (move.kind == "begin"),
+            was.deliveries + begins(before, move),
             was.clock + self._takes(before, move),
+            was.jumps + (move.kind == "jump"),
         )
         self._enqueue(node)
 
@@ -325,7 +372,7 @@ class Interleaving:
         """Another delivery goes on although the last one could."""
         if last is None or last.kind == "rival" or last.ident == move.ident:
             return False
-        if move.kind not in ("begin", "run", "fail"):
+        if move.kind not in ACTS:
             return False
         return any(seat.ident == last.ident for seat in node.seats)
 

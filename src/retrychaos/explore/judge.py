@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from retrychaos.explore.canon import Canon, Place, View
 from retrychaos.explore.pairing import pairs
 from retrychaos.explore.volatile import Hole
+from retrychaos.model.leases import Lease, columns_of
 from retrychaos.model.ledger import Facts, Relation, Row, Version
 from retrychaos.model.report import Difference
 from retrychaos.model.values import short
@@ -38,6 +39,8 @@ class _Found:
     effect: str
     lines: tuple[Difference, ...]
     cells: tuple[str, ...]
+    is_left_behind: bool = False
+    """Something is there that should not be."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class Rows:
     examples: dict[View, Row]
 
 
+_HALF_DONE = "what was begun was left half done, and no later delivery finishes it or takes it away"
+
+
 class Judge:
     """Compares ledgers with the baseline of one check.
 
@@ -55,10 +61,18 @@ class Judge:
     on that path, and no longer at its end, is work not done; a value that never was there is wrong.
     """
 
-    def __init__(self, canon: Canon, baseline: Facts, path: Sequence[Facts], tolerate: Sequence[str]) -> None:
+    def __init__(
+        self,
+        canon: Canon,
+        baseline: Facts,
+        path: Sequence[Facts],
+        tolerate: Sequence[str],
+        leases: Sequence[Lease] = (),
+    ) -> None:
         self.canon = canon
         self.baseline = baseline
         self.tolerate = tolerate
+        self.leases = leases
         self.tolerated: set[str] = set()
         """Patterns that were needed."""
         self.faded: set[str] = set()
@@ -85,9 +99,11 @@ class Judge:
             found += sides.compare()
         if found:
             kind = min((each.kind for each in found), key=_ORDER.index)
-            effect = next(each.effect for each in found if each.kind == kind)
+            # What is missing tells more than what was left behind.
+            first = min((each for each in found if each.kind == kind), key=lambda each: each.is_left_behind)
             lines = tuple(line for each in found for line in each.lines)
-            return Deviation(kind, effect, lines, cells=tuple(cell for each in found for cell in each.cells))
+            cells = tuple(cell for each in found for cell in each.cells)
+            return Deviation(kind, first.effect, lines, _HALF_DONE if first.is_left_behind else "", cells)
         if self.canon.fingerprint(self._without(facts, more)) != self._expected(fewer):
             return Deviation("changed", "links between rows", (), "the same rows, but ids or tokens link other ones")
         return None
@@ -222,6 +238,7 @@ class _Sides:
         self._expected = judge.rows(place, mine) if mine else Rows(Counter(), {})
         self._found = judge.rows(place, theirs) if theirs else Rows(Counter(), {})
         self._path = judge.on_path(place)
+        self._leases = frozenset(index for index, _ in columns_of(judge.leases, relation))
         self._before = judge.before(place)
         self._examples = {**self._expected.examples, **self._found.examples}
         self._missing = self._expected.counts - self._found.counts
@@ -236,13 +253,48 @@ class _Sides:
             if lives is not None and lives <= elapsed:
                 fewer[view] = self._missing.pop(view)
         for view in list(self._extra):
-            if self._ttl(view) is not None and self._found.counts[view] <= self._path[view] and not self._before[view]:
-                more[view] = self._extra.pop(view)  # a lock or a mark of the job's own that was left behind
+            if self._ttl(view) is not None and not self._before[view] and self._is_left_behind(view):
+                more[view] = self._extra.pop(view)
                 self._judge.faded.add(self._effect(view))
             elif view in self._expected.counts and (pattern := self._judge.pattern(self._effect(view))) is not None:
                 self._judge.tolerated.add(pattern)
                 more[view] = self._extra.pop(view)
+            elif self._is_lock(view):
+                more[view] = self._extra.pop(view)
+                self._judge.faded.add(self._effect(view))
+        for old, new in self._leases_apart():
+            self._missing -= Counter([old])
+            self._extra -= Counter([new])
+            fewer[old] += 1
+            more[new] += 1
+            self._judge.faded |= {self._cell(new, self._relation.columns[index]) for index in self._leases}
         return fewer, more
+
+    def _is_left_behind(self, view: View) -> bool:
+        """A lock or a mark of the job's own: as the clean run has it on its way, or needed only after a fault."""
+        if self._found.counts[view] <= self._path[view]:
+            return True
+        known = {old[0] for some in (self._path, self._before, self._expected.counts) for old in some}
+        return self._examples[view][1] == "string" and view[0] not in known and self._found.counts[view] == 1
+
+    def _is_lock(self, view: View) -> bool:
+        """A row of the job's own that says until when it is valid, as the clean run has it on its way."""
+        if all(self._examples[view][index] is None for index in self._leases):
+            return False
+        keys = self._relation.keys or range(len(view))
+        own = all(any(view[index] != old[index] for index in keys) for old in self._before)
+        return own and self._found.counts[view] <= self._path[view]
+
+    def _leases_apart(self) -> list[tuple[View, View]]:
+        """Rows that differ only in when a claim on them ends."""
+        if not self._leases:
+            return []
+
+        def distance(old: View, new: View) -> int | None:
+            apart = [index for index, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+            return len(apart) if self._leases.issuperset(apart) else None
+
+        return list(pairs(list(self._missing.elements()), list(self._extra.elements()), distance))
 
     def compare(self) -> Iterator[_Found]:
         relation = self._relation
@@ -256,7 +308,8 @@ class _Sides:
             lines = (self._line(old), self._line(new))
             yield _Found("lost" if known else "changed", self._effect(old), lines, cells)
         for view in self._extra:
-            yield _Found(self._kind_of_extra(view), self._effect(view), (self._line(view),), (self._cell(view),))
+            kind = self._kind_of_extra(view)
+            yield _Found(kind, self._effect(view), (self._line(view),), (self._cell(view),), kind == "lost")
         for view in self._missing:
             yield _Found("lost", self._effect(view), (self._line(view),), (self._cell(view),))
 

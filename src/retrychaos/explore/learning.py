@@ -19,9 +19,11 @@ from retrychaos.explore.transitions import (
     Seat,
     Surprise,
     Waits,
+    begins,
     index_of,
 )
 from retrychaos.model.ledger import Facts
+from retrychaos.model.plan import FAULTS
 from retrychaos.runtime.turns import Actor, Hung, Moved, Play
 from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, Resource
 
@@ -62,7 +64,7 @@ class Run:
         if move.kind == "jump":
             self._jump(node)
             return
-        if move.kind == "begin":
+        if begins(self.node, move):
             self._begin(move.ident, search.names.logs[node.seats[index].log])
         seat = node.seats[index]
         log = search.names.logs[seat.log]
@@ -72,7 +74,7 @@ class Run:
             return
         if log.end:
             raise Over
-        self._step(node, index, seat, log, move.kind == "fail")
+        self._step(node, index, seat, log, move.kind)
 
     def _visit(self, node: Node, number: int) -> None:
         """Other code runs, whole; or it is learned that it cannot, here."""
@@ -164,13 +166,14 @@ class Run:
             self._compare(each, actor.moved(), actor)
         search.begun()
 
-    def _step(self, node: Node, index: int, seat: Seat, log: Log, fail: bool) -> None:
+    def _step(self, node: Node, index: int, seat: Seat, log: Log, kind: str) -> None:
         search, names = self._search, self._search.names
-        key = search.rules.key(node, index, "fail" if fail else "run")
+        kind, fault = ("run" if kind == "begin" else kind), (kind if kind in FAULTS else "")
+        key = search.rules.key(node, index, kind)
         assert log.pending is not None
         name = log.pending.resource
         actor = self._actors[seat.ident]
-        if name == CLOCK and search.rules.lingers(node, seat):
+        if name == CLOCK and not fault and search.rules.lingers(node, seat):
             self._linger(node, index, seat, actor, key)
             return
         world = search.workshop.world
@@ -180,7 +183,10 @@ class Run:
         if known is not None and known.end == JAMMED:
             self.node = search.rules.after(node, index, known)
             return
-        moved = self._play.run(actor, surface=fail, circle=known is None or names.errs(known.log))
+        circle = known is None or names.errs(known.log)
+        moved = self._play.run(actor, surface=kind == "fail", circle=circle, fault=fault)
+        if fault and not actor.struck:
+            raise Surprise(f"{log.pending.detail}: a fault ({fault}) did not come")
         facts = self._play.facts()
         resource = world.resources.get(name)
         if moved.end == "blocked" and resource is not None and self._jams(node, index, resource, actor):
@@ -203,17 +209,30 @@ class Run:
             context = self._context(node, index, resource, actor, moved, number, mine)
             if committed and context:
                 context = names.moved(context, dict(changes).get(name, node.version(name)))
+            closed = self._closed(seat, name, actor, moved)
         else:
-            context = known.context
+            context, closed = known.context, known.closed
         stirred = resource is not None and resource.commits > commits
         others = self._others(node, back, changes, theirs)
         outcome = Outcome(number, context, changes, stirred, clock, moved.end, others, drawn=drawn)
+        outcome = outcome._replace(closed=closed, chances=moved.chances)
         if actor.pause and not moved.end and (earlier := names.round_before(number)) is not None:
             outcome = outcome._replace(log=earlier[0], polled=earlier[1])
         if moved.end == "failed":
             del self._actors[seat.ident]
-        self._arrive(search.rules.after(node, index, outcome))
+        self._arrive(search.rules.after(node, index, outcome, kind))
         search.found(key, node, outcome)
+
+    def _closed(self, seat: Seat, touched: str, actor: Actor, moved: Moved) -> tuple[str, ...]:
+        """Where else it has nothing open any more: it may have rolled back, which is no step."""
+        if moved.end:
+            return ()
+        names, resources = self._search.names, self._search.workshop.world.resources
+        return tuple(
+            name
+            for name, context in seat.open
+            if name != touched and name in resources and names.level(context) and not resources[name].holds(actor)
+        )
 
     def _grow(self, before: int, moved: Moved, actor: Actor, unseen: Hashable, clock: int, read: frozenset[int]) -> int:
         """The log after a step that was done.
@@ -265,7 +284,7 @@ class Run:
                 break
             earlier = names.round_before(number) if actor.pause and not moved.end else None
             if earlier is None or changes:
-                outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end)
+                outcome = Outcome(number, 0, changes, bool(changes), clock, moved.end, chances=moved.chances)
                 if moved.end == "failed":
                     del self._actors[seat.ident]
                 self._arrive(search.rules.after(node, index, outcome))

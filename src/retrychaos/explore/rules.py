@@ -15,20 +15,24 @@ from retrychaos.explore.transitions import (
     Outcome,
     Polled,
     Seat,
+    begins,
     shown_by_others,
 )
+from retrychaos.model.plan import FAULTS
 from retrychaos.world.resource import BEGUN
 
 
 class Rules:
     """How states follow from each other.
 
-    shared: what one delivery does is taken to hold for others, as long as it has drawn nothing at random.
+    shared: what one delivery does is taken to hold for others, as long as it has drawn nothing at random. anywhere:
+    a fault may come in any delivery; else only in the first, before another one begins.
     """
 
-    def __init__(self, names: Names, shared: bool) -> None:
+    def __init__(self, names: Names, shared: bool, anywhere: bool = False) -> None:
         self._names = names
         self._shared = shared
+        self._anywhere = anywhere
 
     def free_ident(self, node: Node) -> int:
         """The least number of a delivery whose random values are neither stored nor known to anybody."""
@@ -42,10 +46,10 @@ class Rules:
 
     def seated(self, node: Node, move: Move) -> Node:
         """The state in which the delivery that moves is there."""
-        if move.kind != "begin":
+        if not begins(node, move):
             return node
         seats = tuple(sorted((*node.seats, Seat(move.ident, self._names.begun(node.clock)))))
-        return node._replace(seats=seats, idle=node.idle - 1)
+        return node._replace(seats=seats, idle=node.idle - 1, calm=node.calm and (self._anywhere or not node.seats))
 
     def key(self, node: Node, index: int, kind: str = "run") -> Hashable:
         """All that a step of this delivery can depend on."""
@@ -58,12 +62,16 @@ class Rules:
         assert log.pending is not None
         resource = log.pending.resource
         ident = self._nameless(seat).ident
-        if resource == CLOCK:
+        if resource == CLOCK and kind not in FAULTS:
             return (ident, seat.log, node.time, node.versions, self.lingers(node, seat))
         shown = shown_by_others(self._names, (s for s in node.seats if s is not seat), resource)
-        how = kind == "fail"
+        how: Hashable = kind == "fail"
+        if kind in FAULTS:  # what is open elsewhere may be rolled back, and others may come back from waiting for that
+            how = (kind, seat.open, self._released(node, index))
         notes = serial.relation(node, index, resource) if self._names.serial else ()
-        return (ident, seat.log, node.time, resource, node.version(resource), seat.context(resource), shown, notes, how)
+        elsewhere = tuple(name for name, _ in seat.open if name != resource and "|" not in name)
+        here = (resource, node.version(resource), seat.context(resource), elsewhere)
+        return (ident, seat.log, node.time, here, shown, notes, how)
 
     def _released(self, node: Node, index: int) -> tuple[Hashable, ...]:
         """All that it can depend on what becomes of those who wait when a delivery dies."""
@@ -98,7 +106,7 @@ class Rules:
         rung = 0 if outcome.changes else node.rung
         return node._replace(versions=after, clock=outcome.clock, seats=seats, rivals=rivals, rung=rung)
 
-    def after(self, node: Node, index: int, outcome: Outcome) -> Node:
+    def after(self, node: Node, index: int, outcome: Outcome, kind: str = "run") -> Node:
         versions = _changed(node.versions, outcome.changes) if outcome.changes else node.versions
         seats = list(node.seats)
         idle = node.idle
@@ -113,9 +121,13 @@ class Rules:
                     each if at == index else self._stirred(each, resource, versions) for at, each in enumerate(seats)
                 ]
             before = seats[index]
+            closed = outcome.closed
             if outcome.end in ("done", "failed", "killed"):
                 seats[index] = Seat(before.ident, outcome.log)
+                closed = tuple(name for name, _ in before.open if name != resource)
             else:
+                for name in closed:
+                    before = before.with_context(name, 0)
                 seat = before._replace(log=outcome.log).with_context(resource, outcome.context)
                 if outcome.polled is not None:
                     polled = tuple((name, version) for name, version in versions if name in outcome.polled)
@@ -124,12 +136,15 @@ class Rules:
             if self._names.serial:
                 committed = outcome.end != "killed" and not self._names.errs(outcome.log)
                 seats = serial.after_step(self._names, seats, index, before, resource, committed)
+                for name in closed:
+                    seats = serial.rolled_back(self._names, seats, index, node.seats[index], name)
             if outcome.end in ("failed", "killed"):
                 del seats[index]
                 idle += not node.acked
         # Where something has changed, the clock may have to go on in vain as often as before.
         rung = node.rung + 1 if outcome.end == "vain" else 0 if outcome.changes else node.rung
-        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung, node.rivals)
+        calm = node.calm and kind not in FAULTS and (self._anywhere or outcome.end not in ("failed", "killed"))
+        return Node(versions, outcome.clock, tuple(seats), idle, node.acked, rung, node.rivals, calm)
 
     def endless_of(self, node: Node, index: int) -> Hashable:
         """A loop that waits and will not end by itself does not end at another time of day either."""
@@ -153,14 +168,15 @@ class Rules:
 
     def acknowledged(self, node: Node, index: int) -> Node:
         seats = node.seats[:index] + node.seats[index + 1 :]
-        return node._replace(seats=seats, idle=0, acked=True)
+        return node._replace(seats=seats, idle=0, acked=True, calm=node.calm and self._anywhere)
 
     def killed(self, node: Node, index: int) -> Node:
         dead = node.seats[index]
         seats = node.seats[:index] + node.seats[index + 1 :]
         for resource, _ in dead.open:
             seats = tuple(serial.ended(self._names, seats, dead, resource, committed=False))
-        return node._replace(seats=seats, idle=node.idle + (not node.acked))
+        calm = node.calm and self._anywhere
+        return node._replace(seats=seats, idle=node.idle + (not node.acked), calm=calm)
 
     def is_felt(self, node: Node, index: int) -> bool:
         """Others can notice the death of this delivery at once, so it is not enough to think of it."""
@@ -206,8 +222,8 @@ class Rules:
 
     def until_expiry(self, node: Node) -> int | None:
         """Milliseconds until the next thing ends by itself, as far as known without running."""
-        ends = [end for _, version in node.versions for end in self._names.ends[version] if end > 0]
-        return min(ends, default=None)
+        ends = [end - node.clock for _, version in node.versions for end in self._names.ends[version]]
+        return min((left for left in ends if left > 0), default=None)
 
 
 def _changed(

@@ -40,6 +40,7 @@ class Here:
 class _Reply:
     outcome: Outcome
     drawn: list[bytes]
+    letters: tuple[set[str], list[str]]
     instants: set[float]
     found: dict[str, Version]
     """Resources that were touched there, as they were found."""
@@ -63,11 +64,12 @@ class Forked:
                 workshop.world.part(order.start, order.aside)
             except (SharedError, OSError) as problem:
                 cause = SharedError(str(problem))
-                return _Reply(Outcome("stopped", (), (), {}, None, order.at, cause=cause), [], set(), {})
+                return _Reply(Outcome("stopped", (), (), {}, None, order.at, cause=cause), [], (set(), []), set(), {})
         outcome = workshop.run(job, order, keep_all)
         if outcome.cause is not None:
             outcome = replace(outcome, cause=type(outcome.cause)(str(outcome.cause)))
-        return _Reply(outcome, workshop.chance.drawn, workshop.clock.instants, workshop.world.found_facts)
+        chance, letters = workshop.chance, (workshop.chance.letters.words, workshop.chance.letters.streams)
+        return _Reply(outcome, chance.drawn, letters, workshop.clock.instants, workshop.world.found_facts)
 
     def begin(self, order: Order) -> None:
         """Do it at once, beside the deliveries here; begun() has the outcome."""
@@ -112,6 +114,7 @@ class Forked:
         workshop = self._workshop
         known = set(workshop.chance.drawn)
         workshop.chance.drawn += [value for value in reply.drawn if value not in known]
+        workshop.chance.letters.learn(*reply.letters)
         workshop.clock.instants |= reply.instants
         started = order.start.facts if order.start is not None else {}
         for name, version in reply.found.items():

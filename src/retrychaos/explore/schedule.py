@@ -9,11 +9,12 @@ from itertools import count
 
 from retrychaos.explore.company import VISITOR_PID
 from retrychaos.explore.interleaving import Interleaving
-from retrychaos.explore.transitions import Move, Node
+from retrychaos.explore.transitions import Move, Node, begins
+from retrychaos.model.durations import in_words
 from retrychaos.model.errors import PlanError
 from retrychaos.model.ledger import Facts
 from retrychaos.model.options import Other
-from retrychaos.model.plan import Plan, Turn, steps_mark
+from retrychaos.model.plan import ACTS, FAULTS, SHUTDOWNS, Plan, Turn, steps_mark
 from retrychaos.model.report import Delivery, Moment
 from retrychaos.model.step import Step
 from retrychaos.runtime.delivery import Job, Workshop
@@ -35,10 +36,12 @@ class Performed:
     saved: Saved | None = None
     ran: frozenset[int] = frozenset()
     """Other code that has run, by its number."""
+    late: str = ""
+    """What has ended meanwhile, for people."""
 
 
 def smallest(search: Interleaving, targets: frozenset[Node]) -> list[tuple[Node, Move]]:
-    """The way to one of these states with the fewest crashes, then the fewest switches, then the fewest steps.
+    """The way to one of these states with the fewest crashes and faults, then switches, then steps.
 
     Each move comes with the state that it is made in.
     """
@@ -59,10 +62,10 @@ def smallest(search: Interleaving, targets: frozenset[Node]) -> list[tuple[Node,
                 way.append((here[0], move))
             return way[::-1]
         for move, after in search.edges.get(node, ()):
-            acts = move.kind in ("begin", "run", "fail")
+            acts = move.kind in ACTS
             switches = acts and move.ident != last and any(seat.ident == last for seat in node.seats)
             to = (after, move.ident if acts else last)
-            price = (cost[0] + (move.kind == "kill"), cost[1] + switches, cost[2] + 1)
+            price = (cost[0] + (move.kind in ("kill", *FAULTS)), cost[1] + switches, cost[2] + 1)
             if to not in best or price < best[to]:
                 best[to] = price
                 came[to] = (here, move)
@@ -81,9 +84,10 @@ def plan_of(job: str, search: Interleaving, way: list[tuple[Node, Move]]) -> Pla
         if move.kind == "rival":
             turns.append(Turn("rival", ident=move.ident))
             continue
-        if move.kind == "begin":
+        starts = begins(node, move)
+        if starts:
             numbers[move.ident] = max((turn.delivery for turn in turns), default=0) + 1
-        turns.append(Turn(move.kind, numbers[move.ident], move.ident if move.kind == "begin" else 0))
+        turns.append(Turn(move.kind, numbers[move.ident], move.ident if starts else 0))
     return Plan(job, turns=tuple(turns))
 
 
@@ -108,7 +112,16 @@ def perform_turns(
     acked = any(end == "completed" for end, _ in stage.ends.values())
     alive = bool(stage.actors) or not acked
     return Performed(
-        stage.timeline(), tuple(stage.moments), facts, alive, stage.error, elapsed, mark, saved, frozenset(stage.ran)
+        stage.timeline(),
+        tuple(stage.moments),
+        facts,
+        alive,
+        stage.error,
+        elapsed,
+        mark,
+        saved,
+        frozenset(stage.ran),
+        "; ".join(stage.late),
     )
 
 
@@ -120,6 +133,7 @@ class _Stage:
         self.moments: list[Moment] = []
         self.actors: dict[int, Actor] = {}
         self.error = ""
+        self.late: list[str] = []
         self._workshop = workshop
         self._start = start
         self._others = others
@@ -130,14 +144,16 @@ class _Stage:
     def turn(self, play: Play, turn: Turn) -> None:
         if turn.kind == "jump":
             before = play.clock
-            play.jump(turn.ident)
+            if play.jump(turn.ident):
+                took = in_words((play.clock - before) / 1000, 2)
+                self.late.append(f"{took} go by while they are at work, past {' and '.join(play.ended) or 'an expiry'}")
             self.moments.append(Moment(0, event="later", detail=f"{(play.clock - before) / 1000:g}"))
             return
         if turn.kind == "rival":
             self._visit(play, turn.ident)
             return
         number = turn.delivery
-        if turn.kind == "begin":
+        if turn.kind == "begin" or (turn.kind in FAULTS and number not in self._began):
             self.actors[number] = play.begin(turn.ident)
             self._began[number] = self._workshop.clock.now() - self._start
             self._steps[number] = []
@@ -153,7 +169,8 @@ class _Stage:
         elif actor.end == "done":
             self._close(number, "completed", "acknowledged")
         else:
-            self._moved(number, actor, play.run(actor, surface=turn.kind == "fail"))
+            fault = turn.kind if turn.kind in FAULTS else ""
+            self._moved(number, actor, play.run(actor, surface=turn.kind == "fail", fault=fault), fault)
 
     def _visit(self, play: Play, number: int) -> None:
         if not 0 < number <= len(self._others):
@@ -169,16 +186,24 @@ class _Stage:
         self.moments.append(Moment(0, event="rival", detail=other.name))
         self.moments += [Moment(0, step, "rival", other.name) for step in visitor.steps]
 
-    def _moved(self, number: int, actor: Actor, moved: Moved) -> None:
+    def _moved(self, number: int, actor: Actor, moved: Moved, fault: str) -> None:
+        if fault and not actor.struck:
+            raise PlanError(
+                f"the token no longer fits: delivery {number} should have a fault ({fault}) here, and there is none. "
+                "The job or its data has changed; run the check again."
+            )
         if moved.end == "blocked":
             step = moved.next
             self.moments.append(Moment(number, event="waits", detail=step.detail if step else ""))
             return
-        if moved.did is not None:
+        if moved.did is not None and fault not in SHUTDOWNS:
             self._steps[number].append(moved.did)
             self.moments.append(Moment(number, moved.did))
-            if moved.seen is not None and moved.seen[:1] == ("error",):
-                self.moments.append(Moment(number, event="refused", detail=moved.seen[1]))
+        if fault:
+            self._steps[number].append(Step("fault", "", fault, actor.struck))
+            self.moments.append(Moment(number, event="fault", detail=actor.struck))
+        elif moved.did is not None and moved.seen is not None and moved.seen[:1] == ("error",):
+            self.moments.append(Moment(number, event="refused", detail=moved.seen[1]))
         if moved.end == "failed":
             self.error = moved.error
             self._close(number, "failed", "raises", moved.error)

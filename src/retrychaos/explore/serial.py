@@ -76,6 +76,14 @@ def ended(names: Names, seats: Sequence[Seat], seat: Seat, resource: str, commit
     return out
 
 
+def rolled_back(names: Names, seats: Sequence[Seat], index: int, before: Seat, resource: str) -> list[Seat]:
+    """The notes after the transaction of one delivery was rolled back, at a step of its that was elsewhere."""
+    if names.level(before.context(resource)) not in (*_SERIAL, WAITS):
+        return list(seats)
+    others = ended(names, [each for at, each in enumerate(seats) if at != index], before, resource, committed=False)
+    return [*others[:index], _without_notes(seats[index], resource), *others[index:]]
+
+
 def _without_notes(seat: Seat, resource: str) -> Seat:
     """It has no transaction there any more."""
     return seat._replace(open=tuple([each for each in seat.open if not each[0].startswith(f"{resource}|")]))

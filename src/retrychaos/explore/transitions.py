@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from retrychaos.explore.draws import Draws, Renaming
 from retrychaos.explore.volatile import moment
 from retrychaos.model.ledger import Cell, Relation, Row, Version
+from retrychaos.model.plan import FAULTS
 from retrychaos.model.step import Step
 from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, WAITS
 
@@ -70,6 +71,8 @@ class Node(NamedTuple):
     rung: int = 0
     rivals: tuple[int, ...] = ()
     """Other code that may still run, by its number among the jobs around."""
+    calm: bool = False
+    """An error, a lost reply or a shutdown may still come."""
 
     @property
     def time(self) -> tuple[int, int]:
@@ -121,6 +124,10 @@ class Outcome(NamedTuple):
     """It is going round in a loop that waits for a change in these resources."""
     drawn: tuple[int, ...] = ()
     """Numbers that it has drawn from sequences."""
+    closed: tuple[str, ...] = ()
+    """Other resources on which it has nothing open any more: a rollback is no step."""
+    chances: tuple[str, ...] = ()
+    """Kinds of faults that could have come."""
 
 
 class Draw(NamedTuple):
@@ -231,17 +238,19 @@ class Surprise(Exception):
 class Names:
     """Numbers for versions, logs and contexts.
 
-    timed: versions also differ if something ends in them at another time.
+    timed: versions also differ if something ends in them at another time. start: when the clock of a state is 0.
     """
 
     timed: bool = False
+    start: float = 0.0
     serial: bool = False
     """Serializable transactions were met."""
     draws: Draws = field(default_factory=Draws)
     versions: list[Version | None] = field(default_factory=lambda: [None])
     taints: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
     ends: list[tuple[int, ...]] = field(default_factory=lambda: [()])
-    """In how many milliseconds something ends in a version, when it is seen first."""
+    """When something ends in a version: milliseconds on the clock of the state. If that stands still, since it was seen
+    first."""
     drawn: list[frozenset[int]] = field(default_factory=lambda: [frozenset()])
     """Numbers of sequences that are in a version."""
     logs: list[Log] = field(default_factory=lambda: [Log(0, "", None, None)])
@@ -277,7 +286,8 @@ class Names:
         if known is not None and known[0] is version:
             number = known[1]
         else:
-            ends = tuple(round((end - now) * 1000) + 1 for end in version.expiries)
+            since = self.start if self.timed else now
+            ends = tuple(round((end - since) * 1000) + 1 for end in version.expiries)
             number = self._number(resource, version, serials, taint, ends)
             self._by_object[id(version), serials] = (version, number)
         if number and not taint >= self.taints[number]:
@@ -446,6 +456,12 @@ class Names:
         """What holds() said of it."""
         return self.contexts[context].level
 
+    def has_waited(self, context: int) -> bool:
+        """Its statement is in the server, or has come back from there."""
+        while isinstance(self.contexts[context].entry, Since):
+            context = self.contexts[context].before
+        return isinstance(self.contexts[context].entry, Waits | Back)
+
     def waits(self, context: int) -> bool:
         """Its statement waits in the server."""
         return self.contexts[context].shown.startswith(WAITS)
@@ -557,3 +573,8 @@ def _is_about(cell: Cell, now: float) -> bool:
 
 def index_of(node: Node, ident: int) -> int:
     return next((at for at, seat in enumerate(node.seats) if seat.ident == ident), -1)
+
+
+def begins(node: Node, move: Move) -> bool:
+    """A delivery starts with that move."""
+    return move.kind == "begin" or (move.kind in FAULTS and index_of(node, move.ident) < 0)

@@ -6,8 +6,9 @@ import base64
 import datetime
 import functools
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,11 @@ from retrychaos.model.ledger import Cell
 from retrychaos.runtime.chance import Chance, uuid4_of
 from retrychaos.runtime.delivery import FIRST_PID
 
+_KNOWN, _EMBEDDED = 6, 8
+"""Letters that are found where they stand by themselves, and within others, as in names of temporary files."""
+_RUN = re.compile(rf"\w{{{_KNOWN},}}")
+_LONGEST = 2_000
+"""Letters of a text in which drawn ones are looked for."""
 _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
 
 
@@ -40,6 +46,12 @@ class Draws:
         self._bytes: set[bytes] = set()
         self._numbers: set[int] = set()
         self._texts: dict[str, list[str]] = defaultdict(list)
+        self._letters = chance.letters
+        self._streams: dict[str, set[int]] = defaultdict(set)
+        """Where letters follow each other in streams that were drawn one at a time."""
+        self._heard: tuple[int, int] = (0, 0)
+        self._lengths: list[int] = []
+        self._worded = 0
 
     def raw(self, value: bytes) -> bool:
         self._update()
@@ -52,6 +64,49 @@ class Draws:
     def text(self, token: str) -> bool:
         self._update()
         return any(known.startswith(token) for known in self._texts.get(token[:8], ()))
+
+    def words(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where in a text there are letters that were drawn one by one: beginnings and ends, from left to right.
+
+        The shorter they are, the more must stand by themselves: else what comes about by chance would be found, too.
+        """
+        words = self._letters.words
+        if not (words or self._letters.streams) or len(text) > _LONGEST:
+            return
+        if text in words:
+            yield 0, len(text)
+            return
+        self._listen()
+        for run in _RUN.finditer(text):
+            if run.group() in words or any(run.group() in self._letters.streams[each] for each in self._near(run)):
+                yield run.span()
+            else:
+                yield from self._inside(text, *run.span())
+
+    def _near(self, run: re.Match[str]) -> Iterable[int]:
+        """Streams in which that may be."""
+        return () if run.group().isdigit() else self._streams.get(run.group()[:_KNOWN], ())
+
+    def _inside(self, text: str, at: int, end: int) -> Iterator[tuple[int, int]]:
+        while at <= end - _EMBEDDED:
+            length = next((each for each in self._lengths if text[at : at + each] in self._letters.words), 0)
+            if length:
+                yield at, at + length
+            at += length or 1
+
+    def _listen(self) -> None:
+        """The last stream may have grown since."""
+        if len(self._letters.words) != self._worded:
+            self._worded = len(self._letters.words)
+            self._lengths = sorted({len(word) for word in self._letters.words if len(word) >= _EMBEDDED}, reverse=True)
+        streams = self._letters.streams
+        known, heard = self._heard
+        for number in range(known, len(streams)):
+            stream = streams[number]
+            for at in range(max(0, heard - _KNOWN), len(stream) - _KNOWN + 1):
+                self._streams[stream[at : at + _KNOWN]].add(number)
+            heard = 0
+        self._heard = (max(0, len(streams) - 1), len(streams[-1]) if streams else 0)
 
     def _update(self) -> None:
         drawn = self._chance.drawn
@@ -135,6 +190,11 @@ def _parsed(text: str) -> int | None:
 
 def alike(leaf: Any, one: Any, two: Any) -> bool:
     """A value may be another draw of what gave `one` and `two`: a word in place of a token, or nothing, is not."""
+    if not isinstance(leaf, Hole):  # what was recognised in one of the samples tells nothing of the make of the others
+        known = [sample for sample in (one, two) if not isinstance(sample, Hole)]
+        if not known:
+            return False
+        one, two = known[0], known[-1]
     kinds = {type(one), type(two)}
     if type(leaf) not in kinds and not (type(leaf) in (int, float) and kinds <= {int, float}):
         return False
@@ -168,8 +228,14 @@ def _alike_texts(leaf: str, one: str, two: str) -> bool:
     lengths = [len(sample) for sample in samples]
     if min(lengths) >= 8 and not min(lengths) / 2 <= len(drawn) <= 2 * max(lengths):
         return False
+    if len(set(map(len, (drawn, *samples)))) == 1 and len(drawn) >= 8 and {"lower", "upper"} <= mixed:
+        return _classes(drawn) <= mixed | _TOKEN  # that one has none of these is chance
     numeric = all("digit" in _classes(sample) for sample in samples)
     return _classes(drawn) <= mixed and (not numeric or "digit" in _classes(drawn))
+
+
+_TOKEN = frozenset({"digit", "-", "_", "+", "/", "="})
+"""Besides letters, what tokens of capital and small letters are made of."""
 
 
 def _shared(one: str, two: str) -> int:

@@ -44,6 +44,8 @@ class Version:
     relations: Mapping[str, Relation]
     expiries: tuple[float, ...] = ()
     """Instants of the virtual clock (seconds since the epoch) at which something in it ends."""
+    ending: Mapping[float, str] = field(default_factory=dict)
+    """What that is, for people, where it can be told."""
     real_time: bool = False
     """The store has a clock of its own, which shows real time: times in it may be that, too."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from retrychaos.model.errors import OptionError
+from retrychaos.model.leases import Lease, parse
 
 MOST_DUPLICATES = 4
 """Live deliveries at most: with more of them no space of interleavings closes."""
@@ -18,6 +19,9 @@ DEFAULT_BUDGET = 30.0
 """Seconds for a check, if nobody has said anything else."""
 DEFAULT_OVERLAP = 1.5
 """Seconds of these for deliveries that overlap: their number of states can grow exponentially with the steps."""
+
+
+PROFILES = DEFAULT, THOROUGH = "default", "thorough"
 
 
 class Other(NamedTuple):
@@ -50,8 +54,13 @@ class Options:
     ``"process"`` runs every delivery so.
     scratch: addresses of real servers whose data the check may rewind (``"redis://localhost:6379"``,
     ``"postgresql://localhost/test_db"``).
-    late: deliver also after each expiry that a state holds (times to live in Redis, keys of an HTTP provider).
+    late: deliver also after each expiry that a state holds (times to live in Redis, keys of an HTTP provider, leases),
+    and at the end of the retry horizon. ``"slow"``: workers may also be so slow that such things end while they work.
+    leases: columns that say when a claim ends (``"jobs.locked_until"``), or when it was made and how long it lasts
+    (``"jobs.started_at+5m"``).
     faults: errors, lost replies and shutdowns at every step of the first delivery.
+    profile: ``"thorough"`` tries faults in every delivery, not only the first; and deliveries that overlap get the
+    whole budget.
     rivals: other code that may run once, whole, at any boundary; at most 3.
     siblings: other messages in the queue, at most 3; each runs once: before, between or after the deliveries of the
     job.
@@ -61,8 +70,9 @@ class Options:
 
     crashes: int | str = "any"
     duplicates: int = 2
-    faults: bool = False
-    late: bool = False
+    faults: bool = True
+    late: bool | str = True
+    leases: tuple[Lease, ...] = ()
     budget: float | None = None
     tolerate: tuple[str, ...] = ()
     volatile: tuple[str, ...] = ()
@@ -72,6 +82,11 @@ class Options:
     siblings: tuple[Other, ...] = ()
     order: bool = False
     then: tuple[Other, ...] = ()
+    profile: str = "default"
+
+    @property
+    def thorough(self) -> bool:
+        return self.profile == THOROUGH
 
     @property
     def seconds(self) -> float:
@@ -97,7 +112,7 @@ class Options:
 
 
 NAMES = tuple(field.name for field in fields(Options))
-PLANNED = ("children", "delivery", "profile", "cron", "shards")
+PLANNED = ("children", "delivery", "cron", "shards")
 """Options of later versions."""
 MOST_OTHERS = 3
 """Rivals and siblings at most: all their orders are run."""
@@ -112,15 +127,16 @@ def from_text(name: str, text: str) -> Any:
             f"option {name!r} takes functions, which cannot be written in an ini file or on the command line. Give it "
             f"in the test: chaos({name}=...) or @pytest.mark.idempotent(..., {name}=...)."
         )
-    if name in ("tolerate", "volatile", "scratch"):
+    if name in ("tolerate", "volatile", "leases", "scratch"):
         return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
-    if name in ("faults", "late", "order"):
+    if name in ("faults", "late", "order") and not (name == "late" and text.strip().lower() == "slow"):
         words = dict.fromkeys(("true", "yes", "1", "on"), True) | dict.fromkeys(("false", "no", "0", "off"), False)
         if text.strip().lower() not in words:
-            raise OptionError(f"option {name!r} is true or false, not {text!r}.")
+            values = "true, false or slow" if name == "late" else "true or false"
+            raise OptionError(f"option {name!r} is {values}, not {text!r}.")
         return words[text.strip().lower()]
-    if name == "isolation":
-        return text.strip()
+    if name in ("isolation", "profile", "late"):
+        return text.strip().lower()
     try:
         return text.strip() if name == "crashes" and text.strip() == "any" else _number(text)
     except (ValueError, OverflowError):
@@ -143,7 +159,7 @@ def _checked(name: str, value: Any) -> Any:
         return _others(name, value)
     try:
         return _CHECKS[name](value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError):
         raise OptionError(f"option {name!r} does not take {value!r}: {_EXPECTED[name]}.") from None
 
 
@@ -169,6 +185,10 @@ def _switch(value: Any) -> bool:
     raise TypeError
 
 
+def _late(value: Any) -> bool | str:
+    return "slow" if value == "slow" else _switch(value)
+
+
 def _budget(value: Any) -> float | None:
     if value is None:
         return None
@@ -184,6 +204,12 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not all(isinstance(text, str) for text in texts):
         raise TypeError
     return texts
+
+
+def _leases(value: Any) -> tuple[Lease, ...]:
+    if isinstance(value, str):
+        raise TypeError
+    return tuple(each if isinstance(each, Lease) else parse(each.strip()) for each in value)
 
 
 def _others(name: str, value: Any) -> tuple[Other, ...]:
@@ -215,8 +241,6 @@ def _other(name: str, each: Any) -> Other:
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise OptionError(f"option {name!r}: {function!r} is a generator function: calling it runs nothing.")
-    if inspect.iscoroutinefunction(function):
-        raise OptionError(f"option {name!r}: {function!r} is async; async jobs are not covered yet.")
     return Other(function, args)
 
 
@@ -226,28 +250,39 @@ def _isolation(value: Any) -> str:
     raise ValueError
 
 
+def _profile(value: Any) -> str:
+    if value in PROFILES:
+        return str(value)
+    raise ValueError
+
+
 _SHAPE = "{}=[clean_up, (report, (7,))]"
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "crashes": _crashes,
     "duplicates": _duplicates,
     "faults": _switch,
-    "late": _switch,
+    "late": _late,
     "order": _switch,
     "budget": _budget,
     "tolerate": _texts,
     "volatile": _texts,
+    "leases": _leases,
     "isolation": _isolation,
+    "profile": _profile,
     "scratch": _texts,
 }
 _EXPECTED = {
     "crashes": '"any" or a number of crashes from 0',
     "duplicates": f"a number of deliveries from 1 to {MOST_DUPLICATES}",
     "faults": "True or False",
-    "late": "True or False",
+    "late": 'True, False, or "slow"',
     "order": "True or False",
     "budget": "a number of seconds above 0",
     "tolerate": 'a list of effects, such as ["mail"]',
+    "leases": 'a list of columns, such as ["jobs.locked_until"], or ["jobs.started_at+5m"] if they say when a claim '
+    "was made",
     "volatile": 'a list of cells, such as ["jobs.attempts"]',
     "isolation": '"sample" or "process"',
+    "profile": '"default" or "thorough"',
     "scratch": 'a list of server addresses, such as ["redis://localhost:6379"]',
 }

@@ -13,22 +13,41 @@ from retrychaos.model.errors import PlanError
 from retrychaos.model.step import Step
 
 VERSION = "rc1"
-_TURN = re.compile(r"(\d+)([bkrfjvo])(\d+)")
+_TURN = re.compile(r"(\d+)([bkrfjvoxlsadzt])(\d+)")
 _TURNS = re.compile(
     rf"t([0-9a-f]{{3}})_({_TURN.pattern.replace('(', '(?:')}(?:-{_TURN.pattern.replace('(', '(?:')})*)\Z"
 )
-_LEG = re.compile(r"(?:w(\d+)_)?(?:([xls])(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
+_LEG = re.compile(r"(?:w(\d+)_)?(?:([xlsadzt])(\d+)_)?(?:c(\d+)([0-9a-f]{3})|e)\Z")
 
-ERROR, LOST_REPLY, SHUTDOWN = "error", "lost reply", "shutdown"
-_LETTERS = {ERROR: "x", LOST_REPLY: "l", SHUTDOWN: "s"}
+ERROR, LOST_REPLY = "error", "lost reply"
+SHUTDOWN, CANCELLATION = "shutdown", "cancellation"
+SHUTDOWNS = (SHUTDOWN, CANCELLATION)
+"""What a worker does to a job that has to end."""
+DEADLOCK, CONFLICT, LOCK_TIMEOUT = "deadlock", "serialization failure", "lock timeout"
+_LETTERS = {
+    ERROR: "x",
+    LOST_REPLY: "l",
+    SHUTDOWN: "s",
+    CANCELLATION: "a",
+    DEADLOCK: "d",
+    CONFLICT: "z",
+    LOCK_TIMEOUT: "t",
+}
+_KINDS = {"k": "kill", "f": "fail"} | {letter: kind for kind, letter in _LETTERS.items()}
+FAULTS = tuple(_LETTERS)
+"""All kinds of faults."""
+ACTS = ("begin", "run", "fail", *FAULTS)
+"""Turns in which a delivery does something."""
 
 
 class Fault(NamedTuple):
     """What goes wrong in a delivery without its death.
 
     kind: ERROR (the step is not done, and raises what the client raises when nobody answers), LOST_REPLY (it is done,
-    and the client's timeout is raised), SHUTDOWN (SystemExit before the step: the worker is asked to stop). In all of
-    them code that cleans up runs. step: at which step, counted from 1.
+    and the client's timeout is raised), SHUTDOWN (the worker is asked to stop before the step), CANCELLATION (it
+    cancels an async job before the step), DEADLOCK, CONFLICT and LOCK_TIMEOUT (the database refuses the step, and what
+    was open there is rolled back). In all of them code that
+    cleans up runs. step: at which step, counted from 1.
     """
 
     kind: str
@@ -39,11 +58,13 @@ class Turn(NamedTuple):
     """One choice among deliveries that overlap.
 
     kind: ``begin`` (a delivery starts and does its first step), ``run`` (it does its next step), ``kill`` (its process
-    dies), ``fail`` (the step that waits for others fails), ``jump`` (the clock goes on to the next thing that ends),
+    dies), ``fail`` (the step that waits for others fails), a kind of fault (which comes at its next step),
+    ``jump`` (the clock goes on to the next thing that ends),
     ``rival`` (other code runs, whole), ``order`` (a message is the next to be served, and nobody else is running).
     delivery: which one, counted from 1 in the order in which they began.
-    ident: of a rival or a message, which one. Of a delivery that begins, what it draws at random; no two deliveries
-    that can know of each other have the same. For ``jump``: how often the clock has gone on in vain before.
+    ident: of a rival or a message, which one. Of a delivery that begins (with a fault, if that comes at its first
+    step), what it draws at random; no two deliveries that can know of each other have the same. For ``jump``: how often
+    the clock has gone on in vain before.
     """
 
     kind: str
@@ -86,9 +107,15 @@ class Plan:
         return killed + sum(leg.crash_after is not None for leg in self.legs)
 
     @property
+    def faults(self) -> tuple[str, ...]:
+        """Kinds of what else goes wrong."""
+        turns = tuple(turn.kind for turn in self.turns if turn.kind in FAULTS)
+        return turns + tuple(leg.fault.kind for leg in self.legs if leg.fault is not None)
+
+    @property
     def switches(self) -> int:
         """Changes from one live delivery to another."""
-        moves = [turn.delivery for turn in self.turns if turn.kind in ("begin", "run", "fail")]
+        moves = [turn.delivery for turn in self.turns if turn.kind in ACTS]
         return sum(one != other for one, other in pairwise(moves))
 
     @property
@@ -153,7 +180,7 @@ def _write(leg: Leg) -> str:
 
 def _read(match: re.Match[str]) -> Leg:
     wait, letter, step, crash, mark = match.groups()
-    fault = next((Fault(kind, int(step)) for kind, short in _LETTERS.items() if short == letter), None)
+    fault = Fault(_KINDS[letter], int(step)) if letter else None
     return Leg(None if crash is None else int(crash), mark or "", int(wait or 0), fault)
 
 
@@ -176,7 +203,7 @@ def _write_turns(turns: Sequence[Turn], mark: str) -> str:
         elif turn.kind == "order":
             out.append(f"0o{turn.ident}")
         else:
-            out.append(f"{turn.delivery}{turn.kind[0]}0")
+            out.append(f"{turn.delivery}{_LETTERS.get(turn.kind, turn.kind[0])}{turn.ident}")
     return f"t{mark}_" + "-".join(out)
 
 
@@ -193,7 +220,7 @@ def _read_turns(text: str) -> Iterator[Turn]:
         elif letter == "r":
             yield from [Turn("run", int(delivery))] * int(number)
         else:
-            yield Turn({"k": "kill", "f": "fail"}[letter], int(delivery))
+            yield Turn(_KINDS[letter], int(delivery), int(number))
 
 
 def _digest(text: str, size: int) -> str:

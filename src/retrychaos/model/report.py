@@ -74,6 +74,8 @@ class Finding:
     reason: str = ""
     moments: tuple[Moment, ...] = ()
     """In which order deliveries that overlap did what; empty if they follow each other."""
+    late: str = ""
+    """Which delivery came late, and past what; empty if that makes no difference."""
 
     @property
     def token(self) -> str:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
+from retrychaos.model.durations import in_words
 from retrychaos.model.report import FAILED, PROVEN, Delivery, Difference, Finding, Report
 from retrychaos.model.step import Site
 
@@ -90,6 +91,11 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"  {'ledger':<{_WIDTH - 30}} clean run  this run"
         for difference in finding.differences:
             yield _difference(difference)
+    if finding.late:
+        yield ""
+        yield f"  {finding.late}"
+        yield "  Queues deliver a message again for days. Let what protects the work live longer than that, or ask"
+        yield "  whether it is done before it is done again; late=False leaves late deliveries out."
     if finding.also_at:
         yield ""
         yield "  the same happens when it dies"
@@ -102,7 +108,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _delivery(delivery: Delivery) -> Iterator[str]:
-    after = f", {_duration(delivery.after)} later" if delivery.after else ""
+    after = f", {in_words(delivery.after)} later" if delivery.after else ""
     name = f"{'then ' if delivery.number > 1 else ''}{delivery.job}" if delivery.job else f"delivery {delivery.number}"
     yield f"  {name}{after}"
     steps = delivery.steps
@@ -141,7 +147,7 @@ def _side_by_side(finding: Finding) -> Iterator[str]:
             yield f"    {'│     ' if said else '├─ '}{_cut(said or f'{moment.detail} runs, whole', _WIDTH)}"
             continue
         if not moment.delivery:
-            yield f"    ... {_duration(float(moment.detail))} later ..."
+            yield f"    ... {in_words(float(moment.detail))} later ..."
             continue
         column = columns[moment.delivery]
         step = moment.step
@@ -177,6 +183,7 @@ def _in_column(column: int, width: int, text: str) -> str:
 _EVENTS = {
     "waits": "⧗ waits for the other: ",
     "refused": "! refused: ",
+    "fault": "! ",
     "dies": "✗ dies here (SIGKILL)",
     "acknowledged": "✓ returns: acknowledged",
     "raises": "! raises, to be retried: ",
@@ -193,13 +200,6 @@ def _difference(difference: Difference) -> str:
     sign = "+" if difference.found > difference.expected else "-"
     row = _cut(f"{difference.effect}  {difference.row}", _WIDTH - 34)
     return f"  {sign} {row:<{_WIDTH - 32}} {difference.expected:>9} {difference.found:>9}"
-
-
-def _duration(seconds: float) -> str:
-    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {name}"
-    return f"{seconds:.3g} s"
 
 
 def _cut(text: str, width: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import time_machine
@@ -13,8 +15,28 @@ from retrychaos.runtime.patching import Replacement
 
 _real_sleep = time.sleep
 _real_monotonic = time.monotonic
+_real_ctime = time.ctime
+_MEASURING = ("perf_counter", "process_time", "thread_time")
+"""Clocks that only tell how long something takes."""
+_TICK = 1_000
+"""Nanoseconds between two looks at one of these."""
 _DAY = 86_400.0
 _MARGIN = 180.0
+_READ_ANYWAY = (
+    "time_machine",
+    "retrychaos",
+    "logging",
+    "threading",
+    "redis",
+    "fakeredis",
+    "sqlalchemy.pool",
+    "sqlalchemy.log",
+    "http.cookiejar",
+    "urllib3",
+)
+"""Packages that read the clock for themselves, and let no job go by it."""
+_FOR_THE_JOB = "retrychaos.world.sqlite_clock"
+"""Reads it because the job asks SQLite for the time."""
 
 
 class Clock:
@@ -29,14 +51,17 @@ class Clock:
         self.base = _away_from_midnight(self._real)
         self.instants: set[float] = set()
         """Every instant (seconds since the epoch) at which a job of this check could read the clock."""
+        self.read = False
+        """The job, or what it uses, has looked at it since this was set to False."""
         self._now = self.base
         self._travel: time_machine.travel | None = None
         self._traveller: Any = None
         self._thread = threading.get_ident()
         self._started = _real_monotonic()
 
-    def start(self, sleep: Callable[[float], None]) -> list[Replacement]:
-        """Begin virtual time. `sleep` is called instead of time.sleep in the thread of the deliveries.
+    def start(self, sleep: Callable[[float], None], tick: Callable[[], int]) -> list[Replacement]:
+        """Begin virtual time. `sleep` is called instead of time.sleep in the thread of the deliveries. `tick` gives one
+        more on each call.
 
         Returns what else has to be replaced.
         """
@@ -56,9 +81,39 @@ class Clock:
             slept = self._now - self.base if threading.get_ident() == self._thread else 0.0
             return _real_monotonic() + slept
 
+        def ctime(seconds: float | None = None) -> str:
+            return _real_ctime(time.time() if seconds is None else seconds)
+
         self._travel = time_machine.travel(self.base, tick=False)
         self._traveller = self._travel.start()
-        return [(time, "sleep", virtual_sleep), (time, "monotonic", monotonic)]
+        self._traveller.time_ns = self._noticed(self._traveller.time_ns)  # all functions that tell the time ask it
+        measuring: list[Replacement] = []
+        for name in _MEASURING:
+            if hasattr(time, name):
+                measuring += [
+                    (time, name, self._measured(getattr(time, name), tick, 1e9)),
+                    (time, f"{name}_ns", self._measured(getattr(time, f"{name}_ns"), tick, 1)),
+                ]
+        return [(time, "sleep", virtual_sleep), (time, "monotonic", monotonic), (time, "ctime", ctime), *measuring]
+
+    def _measured(self, real: Callable[[], float], tick: Callable[[], int], unit: float) -> Callable[[], float]:
+        """How long something takes is the same whenever a delivery is repeated, and never nothing."""
+        start = real()
+
+        def measured() -> float:
+            if threading.get_ident() != self._thread:
+                return real()
+            passed = round((self._now - self.base) * 1e9) + tick() * _TICK
+            return start + (passed / unit if unit != 1 else passed)
+
+        return measured
+
+    def _noticed(self, time_ns: Callable[[], int]) -> Callable[[], int]:
+        def noticed() -> int:
+            self.read = self.read or _reads_for_the_job(sys._getframe(1))
+            return time_ns()
+
+        return noticed
 
     def stop(self) -> None:
         """Back to real time."""
@@ -70,6 +125,10 @@ class Clock:
     def live_in(self, thread: int) -> None:
         """The thread that lives in virtual time from now on."""
         self._thread = thread
+
+    def lives_in(self, thread: int) -> bool:
+        """Is it the thread that lives in virtual time?"""
+        return thread == self._thread
 
     def now(self) -> float:
         """Virtual seconds since the epoch."""
@@ -88,6 +147,17 @@ class Clock:
         self._now = instant
         self.instants.add(instant)
         self._traveller.move_to(instant, tick=False)
+
+
+def _reads_for_the_job(frame: FrameType | None) -> bool:
+    """Whoever asks for the time may do something else at another time."""
+    name = ""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name != "time_machine":
+            break
+        frame = frame.f_back
+    return name == _FOR_THE_JOB or not any(name == each or name.startswith(f"{each}.") for each in _READ_ANYWAY)
 
 
 def _away_from_midnight(now: float) -> float:

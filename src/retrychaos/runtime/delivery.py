@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -12,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from retrychaos.model.ledger import Facts
-from retrychaos.model.plan import SHUTDOWN, Fault
-from retrychaos.model.step import Step
+from retrychaos.model.plan import Fault
+from retrychaos.model.step import Site, Step
 from retrychaos.model.values import copied
 from retrychaos.runtime.chance import Chance
 from retrychaos.runtime.clock import Clock
+from retrychaos.runtime.loops import Loops
 from retrychaos.runtime.patching import Patches
 from retrychaos.runtime.watchdog import Stopped, Watchdog
 from retrychaos.world.sites import user_site
@@ -26,8 +28,10 @@ MAX_STEPS = 100_000
 """Steps of one delivery; more is an endless loop."""
 IDLE_SLEEPS = 1_000
 """Sleeps in a row during which nothing changes; then the clock goes to the next thing that can happen."""
-LADDER = (60.0, 3_600.0, 86_400.0, 21 * 86_400.0)
-"""Seconds to wait where no expiry is known: a minute, an hour, a day, Sidekiq's 21 days of retries."""
+HORIZON = 21 * 86_400.0
+"""Seconds after which no policy tries any more: Sidekiq's 25 retries take about 21 days."""
+LADDER = (60.0, 3_600.0, 86_400.0, HORIZON)
+"""Seconds to wait where no expiry is known: a minute, an hour, a day, and that."""
 _MOST_UNCOLLECTED = 200_000
 """Objects that may be new since the collector has last run."""
 _real_getpid = os.getpid
@@ -53,9 +57,9 @@ class Job:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self) -> None:
-        """Run it with a payload of its own, as if parsed anew from the queue."""
-        self.function(*copied(self.args), **copied(dict(self.kwargs)))
+    def __call__(self) -> object:
+        """Run it with a payload of its own, as if parsed anew from the queue. An async one gives its coroutine."""
+        return self.function(*copied(self.args), **copied(dict(self.kwargs)))
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,16 @@ class Outcome:
     """A problem that ends the check: raised past the job."""
     struck: bool = False
     """The fault that was ordered has come."""
+    chances: tuple[Fault, ...] = ()
+    """Faults that could have come; only if none was ordered."""
+    looked: bool = False
+    """It has looked at the clock, so another time may make a difference."""
 
 
 Keep = Callable[[int, Facts], bool]
 """Asked at every change: is this state worth saving?"""
+Shutdowns = Callable[[], Mapping[str, Callable[[], BaseException]]]
+"""Asked before every step: what can a worker raise in its job that has to end now, by kind of fault?"""
 
 
 def keep_all(boundary: int, facts: Facts) -> bool:
@@ -145,6 +155,7 @@ class Workshop:
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         """Called around each delivery, while it is still recorded."""
+        self.loops = Loops(world, clock)
         self._watchdog = Watchdog(self._time_is_up)
         self._running: _Delivery | None = None
         self._patches = Patches()
@@ -159,7 +170,8 @@ class Workshop:
         self._collects = gc.isenabled()
         gc.disable()
         getpid = (os, "getpid", self._getpid)
-        self._patches.set_everywhere(getpid, *self.clock.start(self._sleep), *self.chance.start())
+        self._patches.set_everywhere(getpid, *self.clock.start(self._sleep, self.chance.tick), *self.chance.start())
+        self.loops.start()
         self.world.install()
 
     def stop(self) -> None:
@@ -167,6 +179,7 @@ class Workshop:
         for undo in (
             self._watchdog.disarm,
             self.world.uninstall,
+            self.loops.stop,
             self._patches.undo,
             self.chance.stop,
             self.clock.stop,
@@ -185,7 +198,8 @@ class Workshop:
         world.restore(order.start)
         self.chance.seed(order.seed)
         self._pid = self.pid_of(order.number)
-        delivery = _Delivery(world, self.clock, order, keep)
+        delivery = _Delivery(world, self.clock, order, keep, self.loops.shutdowns)
+        self.clock.read = False
         threads = set(threading.enumerate())
         world.recorder = self._running = delivery
         for hook in self.before:
@@ -193,7 +207,7 @@ class Workshop:
         try:
             self._watchdog.arm(order.limit)
             try:
-                delivery.call(job)
+                delivery.call(lambda: self.perform(job))
             finally:
                 self._watchdog.disarm()
             delivery.finish(self._watchdog.expired)
@@ -213,12 +227,24 @@ class Workshop:
                     # Its frames keep sessions and cursors alive; in a process that died they would be gone.
                     traceback.clear_frames(delivery.remains.__traceback__)
                     delivery.remains = None
-                notes = world.end_delivery()
+                notes = self.end_delivery()
             finally:
                 world.quiet = False
                 world.recorder = self._running = None
                 self._pid = self._real_pid
         return delivery.outcome(notes)
+
+    def end_delivery(self) -> list[str]:
+        """Nothing that the process had open survives. What a user should know is returned."""
+        notes = self.world.end_delivery()
+        self.loops.end_delivery()
+        return notes
+
+    def perform(self, job: Job) -> None:
+        """Call the job, and run to its end what an async one gives."""
+        result = job()
+        if inspect.iscoroutine(result):
+            self.loops.complete(result)
 
     def pid_of(self, number: int) -> int:
         """The process id of a delivery."""
@@ -255,7 +281,7 @@ class Workshop:
 class _Delivery:
     """The running delivery: what steps report to."""
 
-    def __init__(self, world: World, clock: Clock, order: Order, keep: Keep) -> None:
+    def __init__(self, world: World, clock: Clock, order: Order, keep: Keep, shutdowns: Shutdowns) -> None:
         self.fence: BaseException | None = None
         self.remains: BaseException | None = None
         """What the job raised."""
@@ -263,6 +289,7 @@ class _Delivery:
         self._clock = clock
         self._order = order
         self._keep = keep
+        self._shutdowns = shutdowns
         self._steps: list[Step] = []
         self._changes: list[Change] = []
         start: Facts = order.start.facts if order.start is not None else {}
@@ -275,18 +302,29 @@ class _Delivery:
         self._excuse: Exception | None = None
         """Why it may be our fault if it fails."""
         self._lock = threading.RLock()
+        self._home = threading.get_ident()
+        self._helpers: set[threading.Thread] = set()
+        """Threads of the job's own that have done steps."""
         self._idle = 0
         self._rung = 0
         self._struck = False
+        self._chances: list[Fault] = []
         if any(self._facts[name] is not version for name, version in start.items()):
             self._note_change()  # something expired between the crash and this delivery
 
     # -- Recorder ---------------------------------------------------------------------------------------------------
 
+    @property
+    def end(self) -> str:
+        """See Outcome."""
+        return self._end
+
     def boundary(self, step: Step) -> None:
         with self._lock:
             if self.fence is not None:
                 raise self.fence
+            if threading.get_ident() != self._home:
+                self._count_helpers(step)
             self.look()
             if len(self._steps) >= MAX_STEPS:
                 self._give_up("hung")
@@ -295,21 +333,36 @@ class _Delivery:
                 step = replace(step, site=user_site(sys._getframe(2)))
             self._steps.append(step)
 
-    def strikes(self, kind: str) -> bool:
-        fault = self._order.fault
-        return fault == Fault(kind, len(self._steps)) and not self._struck and self.fence is None
+    def _count_helpers(self, step: Step) -> None:
+        """Several of them do their steps in whatever order the system gives them time."""
+        here = threading.current_thread()
+        if any(each is not here and each.is_alive() for each in self._helpers):
+            self.doubt(
+                f"the job works with several threads of its own ({here.name!r} did {step.detail}): their steps come in "
+                "any order, and only the orders that came about were tried. Let it do one thing at a time in the test, "
+                "with a pool of one thread (max_workers=1)."
+            )
+        self._helpers.add(here)
 
-    def struck(self, error: BaseException) -> None:
-        self._struck = True
-        kind = self._order.fault.kind if self._order.fault else ""
-        self._steps.append(Step("fault", "", kind, f"{kind}: {describe(error)}"))
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
+        with self._lock:
+            self._strike(Fault(kind, len(self._steps)), make)
+
+    def _strike(self, chance: Fault, make: Callable[[], BaseException]) -> None:
+        """Raise it if it was ordered; else note that it could have come."""
+        ordered = self._order.fault
+        if ordered is None:
+            self._chances.append(chance)
+        elif ordered == chance and not self._struck and self.fence is None:
+            error = make()
+            self._struck = True
+            self._steps.append(Step("fault", "", chance.kind, f"{chance.kind}: {describe(error)}"))
+            raise error
 
     def _shut_down(self) -> None:
         """The worker is asked to stop before the step that comes now."""
-        if self._order.fault == Fault(SHUTDOWN, len(self._steps) + 1) and not self._struck:
-            error = SystemExit("the worker is asked to stop")
-            self.struck(error)
-            raise error
+        for kind, make in self._shutdowns().items():
+            self._strike(Fault(kind, len(self._steps) + 1), make)
 
     def refuse(self, problem: Exception) -> NoReturn:
         self.fail(problem)
@@ -349,7 +402,7 @@ class _Delivery:
 
     # -- the job ----------------------------------------------------------------------------------------------------
 
-    def call(self, job: Job) -> None:
+    def call(self, job: Callable[[], object]) -> None:
         try:
             job()
         except (KeyboardInterrupt, GeneratorExit):
@@ -374,16 +427,19 @@ class _Delivery:
         if self._cause is None and not expired:
             self.look()
 
-    def sleep(self, seconds: float) -> None:
-        """Virtual sleep. Waiting for something that cannot happen otherwise goes on to the next expiry."""
+    def sleep(self, seconds: float, site: Site | None = None) -> None:
+        """Virtual sleep. Waiting for something that cannot happen otherwise goes on to the next expiry.
+
+        site: the line of user code that waits, if it is not on the stack.
+        """
         before = len(self._changes)
         with self._lock:
             if self.fence is not None:
                 raise self.fence
             self.look()
             self._shut_down()
-            step = Step("sleep", "clock", "sleep", f"sleep({seconds:g})")
-            if self._order.traced:
+            step = sleep_step(seconds, site)
+            if self._order.traced and site is None:
                 step = replace(step, site=user_site(sys._getframe(2)))
             self._steps.append(step)
             self._idle = self._idle + 1 if len(self._changes) == before else 0
@@ -455,7 +511,18 @@ class _Delivery:
             tuple(self._doubts),
             self._cause,
             self._struck,
+            tuple(dict.fromkeys(self._chances)),
+            self._clock.read or any(step.kind == "redis" and _asks_time(step.text) for step in self._steps),
         )
+
+
+def _asks_time(command: str) -> bool:
+    """A Redis command that may ask the server for the time."""
+    return command.partition(" ")[0].upper() in ("TIME", "EVAL", "EVALSHA", "EVAL_RO", "EVALSHA_RO", "FCALL")
+
+
+def sleep_step(seconds: float, site: Site | None) -> Step:
+    return Step("sleep", "clock", "sleep", f"sleep({seconds:g})", site)
 
 
 def describe(error: BaseException) -> str:

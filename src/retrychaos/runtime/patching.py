@@ -18,7 +18,8 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
-        self._everywhere: dict[str, tuple[Any, Any]] = {}
+        self._everywhere: dict[str, list[tuple[Any, Any]]] = {}
+        """Originals and what stands in for them, by name."""
         self._modules: _Newest = (0, None)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -30,19 +31,19 @@ class Patches:
 
         All at once, because there may be a thousand modules to look at. Call it once.
         """
-        self._everywhere = {name: (getattr(owner, name), value) for owner, name, value in wanted}
         for owner, name, value in wanted:
+            self._everywhere.setdefault(name, []).append((getattr(owner, name), value))
             self.set(owner, name, value)
-        for module, name in self._holding(0):
-            self.set(module, name, self._everywhere[name][1])
+        for module, name, (_, value) in self._holding(0):
+            self.set(module, name, value)
         self._modules = _newest()
 
     def undo(self) -> None:
         # Modules that were imported meanwhile have got the replacement. Looking at them all writes to them all (their
         # reference counts), so to memory that a fork still shares: not if there are none.
         if self._everywhere and self._modules != _newest():
-            for module, name in self._holding(1):
-                self._undo.insert(0, (module, name, self._everywhere[name][0]))
+            for module, name, (original, _) in self._holding(1):
+                self._undo.insert(0, (module, name, original))
         self._everywhere = {}
         while self._undo:
             owner, name, value = self._undo.pop()
@@ -51,13 +52,15 @@ class Patches:
             else:
                 setattr(owner, name, value)
 
-    def _holding(self, which: int) -> Iterator[tuple[Any, str]]:
+    def _holding(self, which: int) -> Iterator[tuple[Any, str, tuple[Any, Any]]]:
         """Modules that have an original (0) or a replacement (1) under its name."""
         for module in _modules_with(frozenset(self._everywhere), _newest()):
             namespace = vars(module)
-            for name, pair in self._everywhere.items():
-                if namespace.get(name) is pair[which]:
-                    yield module, name
+            for name, pairs in self._everywhere.items():
+                held = namespace.get(name)
+                for pair in pairs if held is not None else ():
+                    if held is pair[which]:
+                        yield module, name, pair
 
 
 @functools.lru_cache(maxsize=1)  # most checks of a test suite import nothing, and see the comment in undo()

@@ -12,14 +12,17 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
 
 from retrychaos.model.ledger import Facts
-from retrychaos.model.step import Step
+from retrychaos.model.plan import LOST_REPLY, SHUTDOWNS
+from retrychaos.model.step import Site, Step
 from retrychaos.runtime.chance import Stream
-from retrychaos.runtime.delivery import LADDER, MAX_STEPS, Fenced, Job, Workshop, describe
+from retrychaos.runtime.delivery import LADDER, MAX_STEPS, Fenced, Job, Workshop, describe, sleep_step
+from retrychaos.runtime.loops import suspended
 from retrychaos.runtime.watchdog import Stopped
 from retrychaos.world.resource import WAITS
 from retrychaos.world.sites import user_site
@@ -33,6 +36,12 @@ _MOST_LATE = 1.0
 """Seconds in which it has, and the server has said so."""
 _GRACE = 2.0
 """Seconds for a thread that was told to end."""
+_SHORT_GRACE = 0.3
+"""And for the first time, when it may wait for another one that is to end."""
+_UNENDED = (
+    "the thread of delivery {} could not be ended: it is in a call that never returns. Give the client of the job a "
+    "timeout."
+)
 _Lock = threading.Lock
 _Thread = threading.Thread
 _Event = threading.Event
@@ -57,6 +66,8 @@ class Moved:
     error: str = ""
     drew: bool = False
     """It has asked for randomness, or for its process id, at any time up to now."""
+    chances: tuple[str, ...] = ()
+    """Kinds of faults that could have come at the step that was done, or that waits."""
 
 
 class Hung(Exception):
@@ -80,6 +91,12 @@ class Actor:
         self.error = ""
         self.surface = False
         """The step that waits fails now, instead of waiting on."""
+        self.fault = ""
+        """The kind of fault that is to come at the step that it stands before."""
+        self.struck = ""
+        """What it has raised."""
+        self._chances: dict[str, Callable[[], BaseException]] = {}
+        """Faults that can come before this step, or could have come."""
         self.stream = Stream(seed)
         self.asked_pid = False
         self.cause: BaseException | None = None
@@ -113,7 +130,7 @@ class Actor:
         end, error = "done", ""
         try:
             if self.fence is None:
-                job()
+                self._play.perform(job)
         except (Stopped, Fenced):
             end = "stopped"
         except BaseException as problem:
@@ -136,21 +153,31 @@ class Actor:
             return
         if self.fence is not None:
             raise self.fence
-        if self._play.traced:
+        if self._play.traced and step.site is None:
             step = replace(step, site=user_site(sys._getframe(2)))
         self.pending = step
         self._hand_over()
         self._did, self._seen = step, None
+        self._chances.clear()
+        for kind, make in self._play.shutdowns().items():
+            self.strike(kind, make)
 
-    def strikes(self, kind: str) -> bool:
-        """Where deliveries overlap, none has another fault than its death."""
-        return False
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
+        self._chances[kind] = make
+        if self.fault == kind and self.fence is None and _get_ident() == self.thread.ident:
+            self._raise(kind)
 
-    def struck(self, error: BaseException) -> None:
-        """See strikes()."""
+    def _raise(self, kind: str) -> NoReturn:
+        error = self._chances[kind]()
+        self.fault, self.struck = "", f"{kind}: {describe(error)}"
+        # All that the job gets to know of its step is this error.
+        self._seen = ["fault" if kind == LOST_REPLY else "error", self.struck]
+        raise error
 
     def observed(self, *values: object) -> None:
         """The job gets this back from its step."""
+        if self.struck:
+            return
         if self._seen is None:
             self._seen = []
         self._seen += [value if isinstance(value, str) else repr(value) for value in values]
@@ -163,6 +190,8 @@ class Actor:
             self._blocked = True
             self._hand_over()
             self._blocked = False
+            if self.fault in self._chances:
+                self._raise(self.fault)
         surface, self.surface = self.surface, False
         return not surface
 
@@ -191,11 +220,11 @@ class Actor:
             self.away = self.inside
             return self.away
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, site: Site | None = None) -> None:
         self.pause = seconds
-        self.place = _place_of(sys._getframe(1))
+        self.place = hash((_place_of(sys._getframe(1)), suspended()))
         try:
-            self.boundary(Step("sleep", "clock", "sleep", f"sleep({seconds:g})"))
+            self.boundary(sleep_step(seconds, site))
         finally:
             self.pause = 0.0
         self.observed()
@@ -225,6 +254,9 @@ class Actor:
             raise self.fence
 
     def _stray(self, step: Step) -> None:
+        other = self._play.of_thread(threading.current_thread())
+        if other is not None and other.fence is not None:
+            raise other.fence  # it was to end, and has only now come out of what it waited for
         self.doubt(
             f"the job works with threads of its own ({threading.current_thread().name!r} did {step.detail}): steps "
             f"that "
@@ -238,7 +270,8 @@ class Actor:
     def moved(self) -> Moved:
         seen = None if self._seen is None else tuple(self._seen)
         end = "blocked" if self._blocked or self.away else self.end
-        return Moved(self._did, seen, self.pending, end, self.error, self.asked_pid or self.stream.drew)
+        drew, chances = self.asked_pid or self.stream.drew, tuple(sorted(self._chances))
+        return Moved(self._did, seen, self.pending, end, self.error, drew, chances)
 
 
 class Visitor(Actor):
@@ -261,7 +294,7 @@ class Visitor(Actor):
             self.doubt(f"other code did not come to an end within {MAX_STEPS} steps")
             self.fence = Fenced()
             raise self.fence
-        if self._play.traced:
+        if self._play.traced and step.site is None:
             step = replace(step, site=user_site(sys._getframe(2)))
         self.pending = step
         self.steps.append(step)
@@ -273,8 +306,8 @@ class Visitor(Actor):
         self.fence = Fenced()
         raise self.fence
 
-    def sleep(self, seconds: float) -> None:
-        self.boundary(Step("sleep", "clock", "sleep", f"sleep({seconds:g})"))
+    def sleep(self, seconds: float, site: Site | None = None) -> None:
+        self.boundary(sleep_step(seconds, site))
         self._play.advance(seconds)
 
 
@@ -301,10 +334,13 @@ class Play:
         self.actors: list[Actor] = []
         self.returned: dict[Actor, bool] = {}
         """Deliveries whose statement waited in a server, and came back by the last move; has it committed by that?"""
+        self.ended: list[str] = []
+        """What the last jump went past, for people."""
         self._visitors: list[Visitor] = []
         self.traced = traced
         self.running: Actor | None = None
         self._workshop = workshop
+        self.shutdowns = workshop.loops.shutdowns
         self._world = workshop.world
         self._job = job
         self._start = start
@@ -338,8 +374,14 @@ class Play:
                 if not actor.dead:
                     world.leave(actor)
                 actor.dead = True
-            for actor in reversed(left):  # the last first: it may have a connection that one before it has had, too
-                self._unwind(actor)
+            left.reverse()  # the last first: it may have a connection that one before it has had, too
+            for actor in left:
+                self._unwind(actor, _SHORT_GRACE)
+            for actor in left:  # it may have waited for what another one had in memory
+                if actor.thread.is_alive():
+                    self._unwind(actor, _GRACE)
+            self.doubts += [_UNENDED.format(actor.number) for actor in left if actor.thread.is_alive()]
+            world.recorder = None
             if exc[0] is None:
                 world.recorder = self.actors[-1] if self.actors else None
                 for hook in workshop.after:
@@ -352,7 +394,7 @@ class Play:
             self.running = None
             world.quiet = True
             try:
-                self.notes += world.end_delivery()
+                self.notes += workshop.end_delivery()
             finally:
                 world.quiet = False
                 self._enter(None)
@@ -371,26 +413,29 @@ class Play:
         workshop.chance.note(actor.stream)
         return actor
 
-    def run(self, actor: Actor, surface: bool = False, circle: bool = True) -> Moved:
+    def run(self, actor: Actor, surface: bool = False, circle: bool = True, fault: str = "") -> Moved:
         """Let it do the step that it stands before, up to the next.
 
-        surface: a step that waits fails instead. circle: deliveries may come to wait for each other by it.
+        surface: a step that waits fails instead. circle: deliveries may come to wait for each other by it. fault: what
+        goes wrong at this step; `struck` of the actor says what came of it.
         """
         if actor.away and not actor.settled:
             self.returned = {}
             return actor.moved()  # its statement still waits in the server
-        actor.surface = surface
-        if actor.pause:
+        actor.surface, actor.fault, actor.struck = surface, fault, ""
+        if actor.pause and fault not in SHUTDOWNS:
             self.advance(actor.pause)
         if circle:
             self._let_timers_run_out()
         self._hand_to(actor)
+        actor.fault = ""
         self._workshop.chance.note(actor.stream)
         moved = actor.moved()
         if actor.end:
             self._world.facts()  # what it has committed is read before its connections are gone
             self._world.leave(actor)
         self._settle()
+        self._world.facts()  # what it has committed is read before anybody else moves, who may lock it
         return moved
 
     def visit(self, job: Job, number: int, pid: int) -> Visitor:
@@ -453,7 +498,11 @@ class Play:
         self._world.facts()
         left = self.until_expiry()
         if left is not None:
+            now = self._workshop.clock.now()
+            ending = [resource.version.ending for resource in self._world.resources.values()]
             self.advance(left + 0.001)
+            past = self._workshop.clock.now()
+            self.ended = sorted({name for ends in ending for end, name in ends.items() if now < end <= past and name})
             return True
         self.advance(LADDER[min(rung, len(LADDER) - 1)])
         return False
@@ -464,9 +513,18 @@ class Play:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def perform(self, job: Job) -> None:
+        """Called in the thread of a delivery."""
+        self._workshop.perform(job)
+
     def _actor_of_thread(self) -> Actor:
-        thread = threading.current_thread()  # not its number, which a later thread may have again
-        return next(actor for actor in (*self.actors, *self._visitors) if actor.thread is thread)
+        actor = self.of_thread(threading.current_thread())
+        assert actor is not None
+        return actor
+
+    def of_thread(self, thread: threading.Thread) -> Actor | None:
+        """Whose thread that is. Not by its number, which a later thread may have again."""
+        return next((actor for actor in (*self.actors, *self._visitors) if actor.thread is thread), None)
 
     def _hand_to(self, actor: Actor) -> None:
         """Give it the baton, and wait until it comes back. Raises Hung, or what made the world refuse."""
@@ -557,25 +615,19 @@ class Play:
         workshop.chance.enter(actor.stream)
         workshop.live_in(actor.thread.ident or 0, actor.pid)
 
-    def _unwind(self, actor: Actor) -> None:
-        """Let a parked thread end: every step that its clean-up makes is fenced off."""
+    def _unwind(self, actor: Actor, grace: float) -> None:
+        """Let a parked thread end, within so many seconds: every step that its clean-up makes is fenced off."""
         actor.fence = actor.fence or Fenced()
         self._enter(actor)
         self._world.recorder = actor
-        end = _monotonic() + _GRACE
+        end = _monotonic() + grace
         with contextlib.suppress(RuntimeError):
             actor.go.release()
         while actor.thread.is_alive() and _monotonic() < end:
             actor.thread.join(0.2)
             if actor.thread.is_alive():
                 _raise_in(actor.thread)
-        self._world.recorder = None
         self.back.acquire(blocking=False)
-        if actor.thread.is_alive():
-            self.doubts.append(
-                f"the thread of delivery {actor.number} could not be ended: it is in a call that never returns. Give "
-                "the client of the job a timeout."
-            )
 
 
 def _stay_here() -> set[int]:

@@ -119,7 +119,10 @@ class FilesSource:
         if self.stage.owner is None:
             for opened in list(self.opened.values()):
                 self._warn_if_lost(opened)
-            folders.publish(None)
+            if self.stage.failed:
+                folders.forget(None)
+            else:
+                folders.publish(None)
         strange = list(folders.strangers())
         if strange:
             more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
@@ -140,7 +143,7 @@ class FilesSource:
         self._gone.add(owner)
         self._close_all(lambda opened: opened.owner is owner)
         if self._folders is not None:
-            if getattr(owner, "end", "") in ("done", "failed"):
+            if getattr(owner, "end", "") == "done":
                 self._folders.publish(owner)
             else:
                 self._folders.forget(owner)

@@ -75,7 +75,7 @@ class Folders(Plain):
                 self.mark([path], everything=True)
 
     def forget(self, owner: object) -> None:
-        """A delivery has died: what it had for itself is nobody's any more."""
+        """A delivery has died, or failed: what it had for itself is nobody's any more."""
         mine = [path for path, (_, maker) in self.temporary.items() if maker is owner]
         if not mine:
             return

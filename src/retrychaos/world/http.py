@@ -12,10 +12,10 @@ from typing import Any
 
 from retrychaos.model.errors import OptionError
 from retrychaos.world.calls import Calls
-from retrychaos.world.http_imports import Imports
 from retrychaos.world.http_patches import Patches
 from retrychaos.world.http_provider import Provider
 from retrychaos.world.http_traffic import Traffic
+from retrychaos.world.imports import Imports
 from retrychaos.world.resource import Blob, Stage
 
 

@@ -65,6 +65,10 @@ class Aiohttp:
     def unanswered(self, native: tuple[Any, Any]) -> BaseException:
         return aiohttp.SocketTimeoutError("Timeout on reading data from socket")
 
+    def patience(self, native: tuple[Any, Any]) -> float | None:
+        limits = native[0].timeout
+        return limits.sock_read or limits.total or None
+
 
 def _refused(asked: Any) -> BaseException:
     problem = connection_refused()

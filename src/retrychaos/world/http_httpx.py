@@ -41,6 +41,10 @@ class Httpx:
     def unanswered(self, native: Any) -> BaseException:
         return httpx.ReadTimeout("timed out", request=native)
 
+    def patience(self, native: Any) -> float | None:
+        limit: float | None = native.extensions.get("timeout", {}).get("read")
+        return limit
+
 
 _CLIENT = Httpx()
 _OWN = (httpx.HTTPTransport, httpx.AsyncHTTPTransport)

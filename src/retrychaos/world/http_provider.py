@@ -366,8 +366,12 @@ class Provider(Plain):
             name = f"{self.url} keys"
             columns = ("sent key", "request", "status", "answer")
             relations[name] = self._relation(name, columns, self._held.key_rows, memory=True)
-        ends = {kept.until for kept in self._held.keys.values() if kept.until is not None}
-        return Version(relations, tuple(sorted(ends)))
+        ending = {
+            kept.until: f"the key {key!r} at {self.url}"
+            for key, kept in self._held.keys.items()
+            if kept.until is not None
+        }
+        return Version(relations, tuple(sorted(ending)), ending)
 
     def _effects(self, name: str, rows: tuple[Row, ...]) -> Relation:
         if name.split()[0] in REPEATABLE:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+from retrychaos.model.durations import seconds_of
 from retrychaos.model.errors import OptionError, WorldError
 from retrychaos.model.values import copied, short
 from retrychaos.world.http_model import Answer, Request, Response, origin, packed
 
 MISSING: Final = object()
 _PLACE = re.compile(r"\{(\w+)\}")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _METHOD = re.compile(r"[A-Z]+")
 
 
@@ -157,8 +157,8 @@ def seconds(ttl: Any) -> float | None:
         value = ttl.total_seconds()
     elif isinstance(ttl, int | float) and not isinstance(ttl, bool):
         value = float(ttl)
-    elif isinstance(ttl, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", ttl)):
-        value = float(found[1]) * _UNITS[found[2]]
+    elif isinstance(ttl, str):
+        value = seconds_of(ttl)
     if value is None or not 0 < value < float("inf"):
         raise OptionError(
             f"key_ttl={ttl!r} is no time: write '24h', '30m', '7d', '90s', a number of seconds, a timedelta, or None "

@@ -8,6 +8,7 @@ lets it pass. So a request counts once, and one that a client repeats by itself 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from retrychaos.world.http_model import (
 )
 from retrychaos.world.http_provider import Provider
 from retrychaos.world.resource import Stage
+from retrychaos.world.silence import silence
 from retrychaos.world.sites import user_site
 
 
@@ -51,6 +53,14 @@ class Client(Protocol):
 
     def unanswered(self, native: Any) -> BaseException:
         """What it raises when no answer comes in time, though the request has been carried out."""
+        ...
+
+
+class AsyncClient(Client, Protocol):
+    """One that is used by tasks of an event loop."""
+
+    def patience(self, native: Any) -> float | None:
+        """Seconds in which an answer has to come; None: it has all the time."""
         ...
 
 
@@ -131,7 +141,7 @@ class Traffic:
     async def exchange_async(
         self,
         layer: object,
-        client: Client,
+        client: AsyncClient,
         native: Any,
         request: Request,
         through: Callable[[], Awaitable[Any]],
@@ -147,11 +157,12 @@ class Traffic:
             self.stage.strike(ERROR, lambda: client.refused(native))
             if crossing.provider is not None:
                 answer = self._answer(crossing, crossing.provider)
-                self.stage.strike(LOST_REPLY, lambda: client.unanswered(native))
+                await self._silence(client, native)
                 return client.answer(native, answer)
             token = _open.set((*_open.get(), crossing))
         try:
-            reply = await through()
+            async with self.stage.gate.passing():
+                reply = await through()
         except (Exception, asyncio.CancelledError) as problem:  # cancelled: a time limit of the job's own
             self._failed(crossing, problem)
             raise
@@ -160,9 +171,14 @@ class Traffic:
                 _open.reset(token)
         if self._passed(crossing, client.reading(reply, False)[0]):
             await read(reply)
-            self.stage.strike(LOST_REPLY, lambda: client.unanswered(native))
+            await self._silence(client, native)
             self.stage.observed(*client.reading(reply, True))
         return reply
+
+    async def _silence(self, client: AsyncClient, native: Any) -> None:
+        """Here a reply may get lost."""
+        lose = functools.partial(self.stage.strike, LOST_REPLY, lambda: client.unanswered(native))
+        await silence(client.patience(native), lose)
 
     # -- before and after --------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from retrychaos.model.errors import WorldError
+from retrychaos.model.errors import SharingError, WorldError
+from retrychaos.model.leases import ends
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
 from retrychaos.world.postgres_cursors import tags
@@ -31,11 +32,12 @@ from retrychaos.world.postgres_line import (
     cancel,
     clear,
     finish,
+    roll_back,
     run,
     shut,
     standing,
 )
-from retrychaos.world.postgres_rows import Reader, Rows, changes
+from retrychaos.world.postgres_rows import Reader, Rows, Unread, changes
 from retrychaos.world.resource import (
     BEGUN,
     CIRCLE,
@@ -83,6 +85,8 @@ class PostgresDatabase:
         self.commits = 0
         self._stirred = False
         """A statement outside of a transaction has written."""
+        self._unseen = False
+        """Something may have been committed that nobody could look at before."""
         self.version = Version({}, real_time=True)
         self._read_schema()
         # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
@@ -119,6 +123,8 @@ class PostgresDatabase:
     def settle(self, handle: Handle) -> None:
         """Before a boundary: has a transaction ended without a hook having seen it?"""
         if handle.open and standing(handle.raw) not in (IN_TRANSACTION, FAILED, ACTIVE):
+            # Not all commits of psycopg2 are hooked, but those of engines are.
+            self._unseen = self._unseen or (handle.record is None and not handle.failed)
             self.ended(handle)
 
     def ended(self, handle: Handle) -> None:
@@ -134,7 +140,7 @@ class PostgresDatabase:
         handle.ran(words)
         status = standing(handle.raw)
         if status in (IN_TRANSACTION, FAILED):
-            handle.open = True
+            handle.open, handle.failed = True, status == FAILED
             if handle.unhooked:
                 self.stage.touched(self)
         elif status == IDLE:
@@ -156,11 +162,14 @@ class PostgresDatabase:
         if handle.pid is None:
             self._dirty = None
         else:
-            locks = self._ask(
-                f"SELECT relation, mode FROM pg_locks WHERE pid = {handle.pid} AND (locktype = 'relation' "
-                f"AND database = {self._schema.database} AND mode NOT IN ('AccessShareLock', 'RowShareLock') "
-                "OR locktype = 'transactionid' AND mode = 'ExclusiveLock')"
+            here = f"locktype = 'relation' AND database = {self._schema.database}"
+            found = self._ask(
+                f"SELECT granted::text, relation, mode FROM pg_locks WHERE pid = {handle.pid} AND ({here} "
+                "AND mode NOT IN ('AccessShareLock', 'RowShareLock') OR locktype = 'transactionid' AND "
+                f"mode = 'ExclusiveLock') OR NOT granted AND {here} AND mode = 'AccessExclusiveLock'"
             )
+            locks = [each for granted, *each in found if granted == "true"]
+            wanted = len(locks) < len(found)
             tables = {int(relation) for relation, _ in locks if relation is not None and int(relation) >= 16384}
             heavy = any(relation is not None and mode in _HEAVY for relation, mode in locks)
             if any(relation == str(_LARGE_OBJECTS) for relation, _ in locks):
@@ -169,12 +178,22 @@ class PostgresDatabase:
             if all(relation is not None for relation, _ in locks):
                 return  # it has no number, so it has not written anything here
             known = tables & self._schema.tables.keys()
+            if tables & self._schema.deferred:
+                self._dirty, known = None, set(self._schema.tables)
             altered = altered or heavy or bool(tables - self._schema.oids)
             if self._dirty is not None:
                 self._dirty |= known
+            if wanted:  # who gets one of them may have the others in the next moment
+                self._look(handle, known)
         if altered and run(handle.raw, MARK)[0][0] != self._schema.mark:
             self._refuse_ddl("is about to change")
         self.stage.touched(self)
+
+    def _look(self, handle: Handle, oids: set[int]) -> None:
+        try:
+            self._reader.look(handle.raw, oids)
+        except LineError as problem:
+            self.stage.refuse(WorldError(self._lost(problem)))
 
     def _check_tables(self, tables: set[int]) -> None:
         for oid in tables & self._schema.empty.keys():
@@ -250,11 +269,11 @@ class PostgresDatabase:
         return self._saved[1]
 
     def restore(self, version: Version, blob: State) -> None:
-        self._dirty, self._stirred = set(), False
+        self._dirty, self._stirred, self._unseen = set(), False, False
         try:
             log = self._log_position()
             if not self._trusted or log != self._full_log:
-                self._reader.read(None)
+                self._reader.read(None, alone=True)
                 self._trusted = True
             if self._put_back(blob):
                 log = self._log_position()
@@ -302,7 +321,7 @@ class PostgresDatabase:
     def _refresh_views(self, views: Iterable[int], blob: State) -> None:
         names = [self._schema.tables[oid].place for oid in sorted(views)]
         self._line.ask("; ".join(f"REFRESH MATERIALIZED VIEW {name}" for name in names))
-        self._reader.read(set(views))
+        self._reader.read(set(views), alone=True)
         for oid in views:
             if Counter(self._reader.rows[oid]) != Counter(blob.rows[oid]):
                 raise WorldError(
@@ -397,6 +416,7 @@ class PostgresDatabase:
                 self._stirred = True
                 self.ended(handle)
             else:
+                self._unseen = True
                 self.executed(handle, tags(handle.cursor), was_idle=True)
                 handle.cursor = None
         return bool(over)
@@ -417,8 +437,22 @@ class PostgresDatabase:
         """No transaction holds a sequence, and a crash does not bring back what was drawn from it."""
         return {
             oid: value + called * self._schema.sequences[oid].increment
-            for oid, (value, called) in self._reader.sequences().items()
+            for oid, (value, called) in self._positions().items()
         }
+
+    def _positions(self) -> Mapping[int, tuple[int, bool]]:
+        try:
+            return self._reader.sequences()
+        except LineError as problem:
+            if not problem.locked:
+                raise
+            self.stage.refuse(
+                SharingError(
+                    f"a sequence of {self.label} is locked, as by TRUNCATE ... RESTART IDENTITY or ALTER SEQUENCE: "
+                    "nobody can tell which numbers the deliveries draw. Leave the numbers as they are (CONTINUE "
+                    "IDENTITY), or check crashes only with duplicates=1."
+                )
+            )
 
     def space_serials(self, place: int) -> Sequence[SerialCounter]:
         counters: list[SerialCounter] = []
@@ -515,7 +549,18 @@ class PostgresDatabase:
     def _read(self, oids: set[int] | None) -> Version:
         """The committed state; only the tables in `oids` are read again (None: all of them)."""
         try:
-            names = self._reader.read(oids)
+            names = self._reader.read(oids, sure=not self._unseen)
+            self._unseen = self._unseen and oids is not None
+        except Unread as table:
+            self.stage.refuse(
+                SharingError(
+                    f"{table} of {self.label} cannot be read: another delivery has got an ACCESS EXCLUSIVE lock on it "
+                    "in the moment when it was changed, and nobody could look before: it was changed at the level "
+                    "SERIALIZABLE, or with an old snapshot, outside of a transaction, or by a commit that was not "
+                    "seen. Two deliveries at once are not covered; lock the table IN EXCLUSIVE MODE, which lets "
+                    "readers in, or use duplicates=1."
+                )
+            )
         except LineError as problem:
             self.stage.refuse(WorldError(f"{self.label} cannot be read: {problem}"))
         old = self.version.relations
@@ -526,7 +571,10 @@ class PostgresDatabase:
             if relation is not before:
                 new[name] = relation
         same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
-        return self.version if same else Version(new, real_time=True)
+        if same:
+            return self.version
+        ending = ends(self.stage.options("leases"), new)
+        return Version(new, tuple(sorted(ending)), ending, real_time=True)
 
     def _log_position(self) -> str | None:
         return self._ask_again(_LOG)
@@ -578,7 +626,7 @@ class PostgresDatabase:
             return
         with contextlib.suppress(Exception):
             if standing(handle.raw) in (IN_TRANSACTION, FAILED):
-                handle.raw.rollback()
+                roll_back(handle.raw)
             run(handle.raw, "SELECT pg_advisory_unlock_all()")
         if handle.record is not None:
             handle.record.invalidate()

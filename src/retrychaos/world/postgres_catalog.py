@@ -43,6 +43,7 @@ WHERE contype IN ('p', 'f') AND conrelid >= 16384
 """
 _ALL = "SELECT oid FROM pg_class WHERE oid >= 16384 AND relpersistence <> 't'"
 _SEQUENCES = "SELECT seqrelid, seqincrement, seqmin, seqmax FROM pg_sequence WHERE seqrelid >= 16384"
+_DEFERRED = "SELECT DISTINCT tgrelid FROM pg_trigger WHERE tgdeferrable AND NOT tgisinternal"
 _ALWAYS = """
 SELECT tgname, tgrelid::regclass FROM pg_trigger WHERE tgenabled IN ('A', 'R')
 UNION ALL SELECT rulename, ev_class::regclass FROM pg_rewrite WHERE ev_enabled IN ('A', 'R')
@@ -152,6 +153,8 @@ class Schema:
         self.triggers: dict[str, set[int]] = defaultdict(set)
         """``notify`` or ``outside`` -> tables with a trigger that does such a thing."""
         self._read_sources(line.ask(_SOURCES))
+        self.deferred = {int(str(table)) for (table,) in line.ask(_DEFERRED)}
+        """Tables with a trigger that may run when the transaction commits, and write anywhere."""
         always = line.ask(_ALWAYS)
         if always:
             raise WorldError(

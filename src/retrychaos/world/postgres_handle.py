@@ -18,6 +18,12 @@ _HARMLESS = frozenset(
     )
 )
 """First words of the tags of commands that change no schema by themselves."""
+LOCKING = re.compile(
+    r"\W*(INSERT|UPDATE|DELETE|MERGE|LOCK|TRUNCATE)\b|.*\bFOR\s+(NO\s+KEY\s+)?(UPDATE|(KEY\s+)?SHARE)\b"
+    r"|\W*WITH\b.*\b(INSERT|UPDATE|DELETE|MERGE)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Statements that lock rows, or wait for them."""
 WRITERS = frozenset(("INSERT", "UPDATE", "DELETE", "MERGE", "COPY", "TRUNCATE"))
 
 
@@ -36,6 +42,8 @@ class Handle:
     """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
     open: bool = False
     """A transaction was open after its last statement."""
+    failed: bool = False
+    """And that had failed: it can only be rolled back."""
     wrote: bool = False
     lost: bool = False
     owner: object = None
@@ -46,6 +54,10 @@ class Handle:
     """Its driver has sent a COMMIT."""
     cursor: Any = None
     """What runs a statement, until it is known what that has done."""
+    strict: bool = False
+    """A statement has asked for a level above READ COMMITTED for this transaction."""
+    hasty: bool = False
+    """A statement has set a time for locks."""
     altered: bool = False
     """A command has run in the open transaction that may have changed the schema."""
 
@@ -57,4 +69,5 @@ class Handle:
     def over(self) -> bool:
         """The transaction ends. Might it have changed the schema?"""
         altered, self.open, self.altered, self.wrote = self.altered, False, False, False
+        self.strict = False
         return altered

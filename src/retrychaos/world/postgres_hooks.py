@@ -8,9 +8,10 @@ their first statement.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
-import sys
+import importlib.util
 import threading
 import time
 import weakref
@@ -18,34 +19,37 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
-from sqlalchemy.engine.default import DefaultDialect
-from sqlalchemy.exc import DisconnectionError
-from sqlalchemy.pool import Pool
-from sqlalchemy.pool.base import _ConnectionFairy
-
 from retrychaos.model.errors import WorldError
 from retrychaos.model.options import DEFAULT_BUDGET
-from retrychaos.model.plan import ERROR, LOST_REPLY
+from retrychaos.model.plan import CONFLICT, DEADLOCK, ERROR, LOCK_TIMEOUT, LOST_REPLY
 from retrychaos.model.values import short
 from retrychaos.world import postgres_forks as forks
+from retrychaos.world.async_record import AsyncRecord
+from retrychaos.world.imports import Imports
 from retrychaos.world.postgres import PostgresDatabase
+from retrychaos.world.postgres_async import AsyncPsycopg, rows_of
 from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
 from retrychaos.world.postgres_guard import Guard
-from retrychaos.world.postgres_handle import Handle
+from retrychaos.world.postgres_handle import LOCKING, Handle
 from retrychaos.world.postgres_line import (
+    DEADLOCK_DETECTED,
     FAILED,
     HURRY,
     IDLE,
     IN_TRANSACTION,
+    LOCK_NOT_AVAILABLE,
+    SERIALIZATION_FAILURE,
     TELLING,
     LineError,
+    below,
     clear,
     connection_lost,
     cut_off,
     driver_of,
     finish,
+    is_async,
+    is_strict,
+    refused,
     run,
     standing,
 )
@@ -75,6 +79,9 @@ class PostgresSource:
         self._resting: dict[int, Any] = {}
         """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
         self._patched: list[tuple[Any, str, Any]] = []
+        self._imports = Imports({name: functools.partial(self._prepare, name) for name in _DRIVERS})
+        self._watching = False
+        """Of forks."""
         self._drivers: set[str] = set()
         self._factories: list[tuple[Any, Any]] = []
         self._busy: set[int] = set()
@@ -85,31 +92,45 @@ class PostgresSource:
         self._left: list[tuple[int | None, Any]] = []
         """Connections of deliveries that have ended, with the pool that they are from."""
         self._guard: Guard | None = None
+        self._faults = False
+        """A server may refuse."""
         self._noticing: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_server: list[tuple[object, weakref.ref[Any]]] = []
+        """Cursors of psycopg 3 whose rows stay in the server, each with the delivery that it belongs to."""
         self._ready: set[int] = set()
         """Connections that have the settings of deliveries that overlap already."""
-        self._listeners: list[tuple[Any, str, Callable[..., Any]]] = [
-            (Pool, "connect", self._on_connect),
-            (Pool, "checkout", self._on_checkout),
-            (DefaultDialect, "do_connect", self._on_do_connect),
-            (Engine, "begin_twophase", self._on_two_phases),
-        ]
         self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
 
     # -- Source -------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
+        self._faults = bool(self._stage.options("faults"))
         forks.watch()
-        for target, name, listener in self._listeners:
+        self._watching = True
+        if importlib.util.find_spec("sqlalchemy") is not None:
+            self._install_in_engines()
+        self._imports.start()
+
+    def _install_in_engines(self) -> None:
+        from sqlalchemy import event
+        from sqlalchemy.engine import Engine
+        from sqlalchemy.engine.default import DefaultDialect
+        from sqlalchemy.pool import Pool
+        from sqlalchemy.pool.base import _ConnectionFairy
+
+        listeners: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Pool, "connect", self._on_connect),
+            (Pool, "checkout", self._on_checkout),
+            (DefaultDialect, "do_connect", self._on_do_connect),
+            (Engine, "begin_twophase", self._on_two_phases),
+        ]
+        for target, name, listener in listeners:
             event.listen(target, name, listener)
             self._installed.append((target, name, listener))
         if hasattr(DefaultDialect, "_do_ping_w_event"):
             self._patch(DefaultDialect, "_do_ping_w_event", self._ping)
         self._patch(_ConnectionFairy, "cursor", self._fairy_cursor)
         self._patch(_ConnectionFairy, "commit", self._fairy_commit)
-        for driver in _DRIVERS:
-            if driver in sys.modules:
-                self._prepare(driver)
 
     def cancel(self, owner: object) -> None:
         for database, handle in self._followed.values():
@@ -117,6 +138,10 @@ class PostgresSource:
                 database.cancel(handle)
 
     def leave(self, owner: object) -> None:
+        for whose, kept in self._in_server:
+            if whose is owner and (cursor := kept()) is not None:
+                cursor._closed = True  # it has died with its process, so psycopg must not warn that it was left open
+        self._in_server = [each for each in self._in_server if each[0] is not owner]
         for key, (database, handle) in list(self._followed.items()):
             if handle.owner is owner:
                 for raw, good in database.leave(owner):
@@ -147,8 +172,9 @@ class PostgresSource:
         self._resting.clear()
         self._busy.clear()
         self._ready.clear()
+        self._in_server.clear()
 
-    def connecting(self, pool: Pool, original: Callable[..., Any]) -> Callable[..., Any]:
+    def connecting(self, pool: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """How a delivery that overlaps with others gets a connection of that pool."""
 
         def connect(*args: Any) -> Any:
@@ -176,10 +202,15 @@ class PostgresSource:
                 with contextlib.suppress(Exception):
                     finish(raw)
         self._spare.clear()
-        if self._installed:
+        self._imports.stop()
+        if self._watching:
+            self._watching = False
             forks.unwatch()
-        while self._installed:
-            event.remove(*self._installed.pop())
+        if self._installed:
+            from sqlalchemy import event
+
+            while self._installed:
+                event.remove(*self._installed.pop())
         while self._patched:
             owner, name, original = self._patched.pop()
             if original is _MISSING:
@@ -208,8 +239,21 @@ class PostgresSource:
             self._patch(psycopg.Cursor, "stream", self._stream)
             self._patch(psycopg.Cursor, "copy", self._copy)
             self._patch(psycopg.ServerCursor, "execute", self._execute)
+            fetching = next(each for each in psycopg.ServerCursor.__mro__ if "_fetch_gen" in vars(each))
+            self._patch(fetching, "_fetch_gen", self._fetch)
             self._patch(psycopg.Connection, "pipeline", self._pipeline)
             self._patch(BaseConnection, "_exec_command", self._command)
+            mine = AsyncPsycopg(self._stage, self)
+            self._patch(psycopg.AsyncCursor, "execute", mine.execute)
+            self._patch(psycopg.AsyncCursor, "executemany", mine.execute)
+            self._patch(psycopg.AsyncCursor, "stream", mine.stream)
+            self._patch(psycopg.AsyncCursor, "copy", mine.copy)
+            self._patch(psycopg.AsyncServerCursor, "execute", mine.execute)
+            self._patch(psycopg.AsyncConnection, "pipeline", self._pipeline)
+            self._patch(psycopg.AsyncConnection, "commit", mine.commit)
+            self._patch(psycopg.AsyncTransaction, "__aexit__", mine.leave)
+            self._patch(psycopg.AsyncConnection, "wait", mine.wait)
+            self._patch(psycopg.waiting, "wait_conn_async", mine.wait_conn_async)
         else:
             import psycopg2
 
@@ -231,18 +275,22 @@ class PostgresSource:
                 parameters["options"] = asked
 
     def _on_connect(self, raw: Any, record: Any) -> None:
+        raw = below(raw)
         if self._stage.running and driver_of(raw) in _DRIVERS:
             self._prepare(driver_of(raw))
             self._resting[id(raw)] = raw
 
-    def _on_checkout(self, raw: Any, record: Any, fairy: Any) -> None:
+    def _on_checkout(self, pooled: Any, record: Any, fairy: Any) -> None:
+        raw = below(pooled)
         if not self._stage.running or driver_of(raw) not in _DRIVERS:
             return
         if forks.is_of_parent(raw):
+            from sqlalchemy.exc import DisconnectionError
+
             cut_off(raw)
             raise DisconnectionError
         self._prepare(driver_of(raw))
-        self.follow(raw, record)
+        self.follow(raw, record if raw is pooled else AsyncRecord(record))
 
     def follow(self, raw: Any, record: Any = None) -> tuple[PostgresDatabase, Handle] | None:
         """The database of a connection; None if what happens there is none of our business."""
@@ -264,7 +312,7 @@ class PostgresSource:
         try:
             database = self._servers.of(raw)
             handle = database.follow(raw, record, self._sessions.renew, driver_of(raw) == "psycopg2")
-            if id(raw) in self._resting and not self._stage.concurrent:
+            if id(raw) in self._resting and not self._stage.concurrent and not is_async(raw):
                 self._sessions.met(raw, record)
         except WorldError as problem:
             self._stage.refuse(problem)
@@ -298,15 +346,16 @@ class PostgresSource:
             self._stage.waits_on()
 
     def _ping(self, original: Any) -> Any:
-        def _do_ping_w_event(dialect: Any, raw: Any) -> Any:
+        def _do_ping_w_event(dialect: Any, pooled: Any) -> Any:
+            raw = below(pooled)
             if not self._stage.running or driver_of(raw) not in _DRIVERS:
-                return original(dialect, raw)
+                return original(dialect, pooled)
             if forks.is_of_parent(raw):
                 cut_off(raw)
                 return False
             quiet, self._stage.quiet = self._stage.quiet, True
             try:
-                return original(dialect, raw)
+                return original(dialect, pooled)
             finally:
                 self._stage.quiet = quiet
 
@@ -323,7 +372,7 @@ class PostgresSource:
         return self.follow(raw)
 
     @contextlib.contextmanager
-    def _statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> Iterator[None]:
+    def statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> Iterator[None]:
         """A statement runs inside: before it is a boundary, after it we know whether it has committed."""
         found = self._of(raw)
         if found is None:
@@ -335,16 +384,20 @@ class PostgresSource:
         database.settle(handle)
         detail = f"{text} {short(values)}" if values and self._stage.traced else text
         self._stage.step("sql", database, template, detail)
-        self._stage.strike(ERROR, lambda: connection_lost(raw))
+        self._stage.strike(ERROR, functools.partial(self._lost, raw))
         was_idle = standing(raw) == IDLE
         word = text[:9].upper()
         if not was_idle and word.startswith(("COMMIT", "END")):
             database.committing(handle)
+        if getattr(cursor, "name", None) and not handle.unhooked and self._stage.concurrent:
+            self._in_server.append((handle.owner, weakref.ref(cursor)))
         thread = threading.get_ident()
         self._busy.add(thread)
         handle.cursor = cursor
         self._stage.enter(handle.tells)
         try:
+            if self._faults:
+                self._refuse(raw, handle, text)
             with self._guarded(database, handle):
                 yield
         except Exception as error:
@@ -363,7 +416,64 @@ class PostgresSource:
                 database.executed(handle, tags(cursor), was_idle)
             handle.cursor = None
         if standing(raw) == IDLE:  # else its work goes with the connection, as if it had not been done
-            self._stage.strike(LOST_REPLY, lambda: connection_lost(raw))
+            self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
+
+    def looks_away(self) -> bool:
+        """What runs in this thread now is none of our business, or known already."""
+        return not self._stage.running or self._is_busy
+
+    @contextlib.contextmanager
+    def rest(self, raw: Any, cursor: Any, was_idle: bool) -> Iterator[None]:
+        """The rest of a statement of which statement() has seen the beginning runs inside."""
+        found = self._followed.get(id(raw))
+        if found is None or self.looks_away():
+            yield
+            return
+        database, handle = found
+        thread = threading.get_ident()
+        self._busy.add(thread)
+        handle.cursor = cursor
+        self._stage.enter(handle.tells)
+        try:
+            with self._guarded(database, handle):
+                yield
+        except Exception as error:
+            self._back(thread)
+            self._observe_error(error)
+            raise
+        except BaseException:
+            self._busy.discard(thread)
+            raise
+        else:
+            self._back(thread)
+            self._stage.observed(cursor.rowcount)
+        finally:
+            if handle.cursor is cursor:
+                database.executed(handle, tags(cursor), was_idle)
+            handle.cursor = None
+        if standing(raw) == IDLE:
+            self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
+
+    def _refuse(self, raw: Any, handle: Handle, text: str, ends: bool = False) -> None:
+        """What the server may say to a statement, or to a COMMIT, because of others."""
+        said = text.upper()
+        if "ISOLATION LEVEL" in said:
+            handle.strict = "SERIALIZABLE" in said or "REPEATABLE READ" in said
+        handle.hasty = handle.hasty or "LOCK_TIMEOUT" in said
+        if standing(raw) == FAILED:
+            return
+        locks = LOCKING.match(text) is not None
+        kinds: list[tuple[str, str]] = [(DEADLOCK, DEADLOCK_DETECTED)] if locks else []
+        if (locks or ends) and (handle.strict or is_strict(raw)):
+            kinds.append((CONFLICT, SERIALIZATION_FAILURE))
+        if locks and (handle.hasty or "NOWAIT" in said):
+            kinds.append((LOCK_TIMEOUT, LOCK_NOT_AVAILABLE))
+        for kind, sqlstate in kinds:
+            self._stage.strike(kind, functools.partial(self._refused, raw, sqlstate, ends))
+
+    def _refused(self, raw: Any, sqlstate: str, ends: bool) -> Exception:
+        with self._aside():
+            return refused(raw, sqlstate, ends)
 
     def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
         """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
@@ -372,6 +482,24 @@ class PostgresSource:
         if self._guard is None:
             self._guard = Guard(self._stage.options("budget") or DEFAULT_BUDGET)
         return self._guard.watch(lambda: database.cancel(handle))
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What happens inside is no step of the job."""
+        thread, quiet = threading.get_ident(), self._stage.quiet
+        busy = thread in self._busy
+        self._busy.add(thread)
+        self._stage.quiet = True
+        try:
+            yield
+        finally:
+            self._stage.quiet = quiet
+            if not busy:
+                self._busy.discard(thread)
+
+    def _lost(self, raw: Any) -> Exception:
+        with self._aside():
+            return connection_lost(raw)
 
     @property
     def _is_busy(self) -> bool:
@@ -384,15 +512,41 @@ class PostgresSource:
 
     def _observe(self, cursor: Any) -> None:
         """What the job will read from the cursor; it is read here and the cursor wound back."""
-        if cursor is None or not hasattr(cursor, "scroll") or getattr(cursor, "name", None):
-            return  # rows that stay in the server: not known here
+        if cursor is None or not hasattr(cursor, "scroll"):
+            return
+        if getattr(cursor, "name", None):  # its rows stay in the server: psycopg2 fetches them unseen
+            if driver_of(cursor.connection) == "psycopg":
+                self._stage.observed()
+            return
         rows: Any = None
         if cursor.description is not None:
-            rows = cursor.fetchall()
-            if rows:
-                cursor.scroll(0, "absolute")
+            if is_async(cursor.connection):
+                rows = rows_of(cursor)
+            else:
+                rows = cursor.fetchall()
+                if rows:
+                    cursor.scroll(0, "absolute")
         now = datetime.now().timestamp()
         self._stage.observed(_masked(rows, now), cursor.rowcount)
+
+    def streamed(self, rows: Any) -> None:
+        """The statement that has just been seen gave these rows, in whatever way."""
+        if not self.looks_away():
+            self._stage.observed(_masked(rows, datetime.now().timestamp()))
+
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[None]:
+        """Somebody opens a connection for the job inside: what runs there is not the job's doing."""
+        thread = threading.get_ident()
+        self._busy.add(thread)
+        try:
+            yield
+        finally:
+            self._busy.discard(thread)
+
+    def committing(self, raw: Any) -> contextlib.AbstractContextManager[None]:
+        """psycopg2 commits inside, which nothing else tells us of."""
+        return self._commit(raw) if driver_of(raw) == "psycopg2" else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _commit(self, raw: Any) -> Iterator[None]:
@@ -403,11 +557,13 @@ class PostgresSource:
             return
         database, handle = found
         self._stage.step("commit", database, "COMMIT", "COMMIT")
-        self._stage.strike(ERROR, lambda: connection_lost(raw))
+        self._stage.strike(ERROR, functools.partial(self._lost, raw))
         database.committing(handle)
         handle.commits = True
         self._stage.enter(handle.tells)
         try:
+            if self._faults:
+                self._refuse(raw, handle, "", ends=True)
             yield  # it waits where a constraint is checked only now
         except Exception as error:
             self._stage.arrive()
@@ -418,7 +574,7 @@ class PostgresSource:
             self._stage.observed("committed")
         finally:
             handle.commits = False
-        self._stage.strike(LOST_REPLY, lambda: connection_lost(raw))
+        self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
 
     def _observe_error(self, error: Exception) -> None:
         self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))
@@ -457,7 +613,7 @@ class PostgresSource:
         )
 
     def _on_two_phases(self, connection: Any, xid: Any) -> None:
-        raw = connection.connection.dbapi_connection
+        raw = below(connection.connection.dbapi_connection)
         if self._stage.running and driver_of(raw) in _DRIVERS and (found := self.follow(raw)) is not None:
             self._refuse_two_phases(found[0])
 
@@ -470,7 +626,7 @@ class PostgresSource:
                 return original(cursor, query, params, *args, **kwargs)
             if not isinstance(params, dict | list | tuple | None) and original.__name__ == "executemany":
                 params = list(params)
-            with self._statement(cursor._conn, query, params, cursor):
+            with self.statement(cursor._conn, query, params, cursor):
                 return original(cursor, query, params, *args, **kwargs)
 
         return execute
@@ -478,9 +634,10 @@ class PostgresSource:
     def _stream(self, original: Any) -> Any:
         @functools.wraps(original)
         def stream(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-            with self._statement(cursor._conn, query, params, None):
-                pass
-            yield from original(cursor, query, params, *args, **kwargs)
+            with self.statement(cursor._conn, query, params, None):
+                rows = list(original(cursor, query, params, *args, **kwargs))
+            self.streamed(rows)
+            yield from rows
 
         return stream
 
@@ -488,11 +645,23 @@ class PostgresSource:
         @functools.wraps(original)
         @contextlib.contextmanager
         def copy(cursor: Any, statement: Any, params: Any = None, **kwargs: Any) -> Iterator[Any]:
-            with self._statement(cursor._conn, statement, params, cursor):
+            with self.statement(cursor._conn, statement, params, cursor):
                 with original(cursor, statement, params, **kwargs) as copying:
                     yield copying
 
         return copy
+
+    def _fetch(self, original: Any) -> Any:
+        """Rows of a cursor in the server: only now it looks for them, and may lock them."""
+
+        @functools.wraps(original)
+        def _fetch_gen(cursor: Any, number: int | None) -> Any:
+            with self.statement(cursor._conn, f"FETCH {number or 'ALL'}", None, None):
+                rows = yield from original(cursor, number)
+            self.streamed(rows)
+            return rows
+
+        return _fetch_gen
 
     def _pipeline(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -512,6 +681,8 @@ class PostgresSource:
         @functools.wraps(original)
         def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
             if self._stage.running and not self._is_busy and driver_of(raw) == "psycopg":
+                if standing(raw) == IDLE:
+                    self._of(raw)  # the command may begin a transaction
                 if command == b"COMMIT":
                     with self._commit(raw):
                         return (yield from original(raw, command, *args, **kwargs))
@@ -557,14 +728,14 @@ class PostgresSource:
         return cursor
 
     def _cursor(self, base: Any) -> Any:
-        return cursor_class(base, self._statement, lambda: self._stage.running and not self._is_busy)
+        return cursor_class(base, self.statement, lambda: self._stage.running and not self._is_busy)
 
 
 def _unlock(raw: Any) -> None:
     """A delivery that died in a COMMIT of psycopg 3 has locked the connection, and keeps that lock until it is unwound:
     whoever has the connection next gets another one."""
     if driver_of(raw) == "psycopg" and raw.lock.locked():
-        raw.lock = threading.Lock()
+        raw.lock = asyncio.Lock() if is_async(raw) else threading.Lock()
 
 
 def _masked(value: Any, now: float) -> Any:

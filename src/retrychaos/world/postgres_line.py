@@ -13,6 +13,7 @@ import select
 import socket
 import time
 import weakref
+from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeAlias
 
 from retrychaos.model.errors import WorldError
@@ -24,6 +25,17 @@ _perf_counter = time.perf_counter
 IDLE, ACTIVE, IN_TRANSACTION, FAILED, UNKNOWN = range(5)
 """How a connection stands, in the numbers of libpq that both drivers use."""
 
+_AS_TEXT = (
+    "row_security = off",
+    "client_encoding = 'UTF8'",
+    "standard_conforming_strings = on",
+    "TimeZone = 'UTC'",
+    "DateStyle = 'ISO, YMD'",
+    "IntervalStyle = 'postgres'",
+    "bytea_output = 'hex'",
+    "extra_float_digits = 1",
+)
+"""Settings that decide what a value looks like as text."""
 _SETTINGS = (
     "SET session_replication_role = replica",  # no trigger and no foreign key stands in the way of putting back
     "SET synchronous_commit = off",
@@ -32,16 +44,11 @@ _SETTINGS = (
     "SET idle_in_transaction_session_timeout = 0",
     "SET default_transaction_read_only = off",
     "SET default_transaction_isolation = 'read committed'",
-    "SET row_security = off",
-    "SET client_encoding = 'UTF8'",
-    "SET standard_conforming_strings = on",
-    "SET TimeZone = 'UTC'",
-    "SET DateStyle = 'ISO, YMD'",
-    "SET IntervalStyle = 'postgres'",
-    "SET bytea_output = 'hex'",
-    "SET extra_float_digits = 1",
     "SET jit = off",
+    *(f"SET {setting}" for setting in _AS_TEXT),
 )
+READING = "; ".join(f"SET LOCAL {setting}" for setting in _AS_TEXT)
+"""Lets another connection read in this transaction what the harness would read."""
 _ALL_GONE = "; ".join(
     (
         "ROLLBACK",  # and what DISCARD ALL does, which must not be sent together with anything else
@@ -56,6 +63,12 @@ _ALL_GONE = "; ".join(
         "DISCARD SEQUENCES",
     )
 )
+DEADLOCK_DETECTED, SERIALIZATION_FAILURE, LOCK_NOT_AVAILABLE = "40P01", "40001", "55P03"
+_REFUSALS = {
+    DEADLOCK_DETECTED: "deadlock detected",
+    SERIALIZATION_FAILURE: "could not serialize access due to concurrent update",
+    LOCK_NOT_AVAILABLE: "canceling statement due to lock timeout",
+}
 HURRY = "SET deadlock_timeout = '1ms'"
 """Let the server look early for deliveries that wait for each other."""
 TELLING = f"{HURRY}; SET log_lock_waits = on; SET client_min_messages = log"
@@ -165,11 +178,31 @@ def driver_of(raw: Any) -> str:
     """``psycopg``, ``psycopg2``, or another word if it is a connection that cannot be followed."""
     for kind in type(raw).__mro__:
         package = kind.__module__.partition(".")[0]
-        if package == "psycopg" and kind.__name__ == "Connection":
+        if package == "psycopg" and kind.__name__ in ("Connection", "AsyncConnection"):
             return "psycopg"
         if package == "psycopg2" and kind.__name__ == "connection":
             return "psycopg2"
     return type(raw).__module__.partition(".")[0]
+
+
+def is_async(raw: Any) -> bool:
+    """Its methods are coroutines."""
+    return any(kind.__name__ == "AsyncConnection" for kind in type(raw).__mro__)
+
+
+def at_once(awaitable: Coroutine[Any, Any, Any]) -> Any:
+    """What comes of a coroutine that does not have to wait for anything."""
+    try:
+        awaitable.send(None)
+    except StopIteration as done:
+        return done.value
+    awaitable.close()
+    raise AssertionError(f"{awaitable!r} waits")
+
+
+def below(pooled: Any) -> Any:
+    """The driver's own connection, below what SQLAlchemy has around one that is async."""
+    return getattr(pooled, "driver_connection", pooled)
 
 
 def standing(raw: Any) -> int:
@@ -185,6 +218,7 @@ def backend(raw: Any) -> int:
 
 def holds_nothing(raw: Any) -> bool:
     """The transaction open on a connection has written nothing, says the server. False for other drivers."""
+    raw = below(raw)
     if driver_of(raw) not in ("psycopg", "psycopg2"):
         return False
     if standing(raw) in (IDLE, FAILED):
@@ -283,11 +317,44 @@ def _await_psycopg2(raw: Any, patience: float) -> None:
 
 def connection_lost(raw: Any) -> Exception:
     """What a driver raises when the server has gone away; the connection is of no use after that."""
+    clear(raw)  # the server would notice only later that the connection is gone, and others would see its locks
     with contextlib.suppress(Exception):
         finish(raw)
     package = importlib.import_module(driver_of(raw))
     error: Exception = package.OperationalError("server closed the connection unexpectedly")
     return error
+
+
+def refused(raw: Any, sqlstate: str, ends: bool) -> Exception:
+    """What a driver raises when the server refuses a statement: the server does it, so that the transaction is what it
+    is after that. ends: as at a COMMIT, the transaction is over."""
+    words = f"DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '{sqlstate}', MESSAGE = '{_REFUSALS[sqlstate]}'; END $$"
+    if ends and hasattr(raw, "pgconn"):  # not by the driver, which holds its own lock while it commits
+        from psycopg.errors import error_from_result
+
+        refusal: Exception = error_from_result(_answer(raw.pgconn, words.encode(), _PATIENCE))
+        run(raw, "ROLLBACK")
+        return refusal
+    try:
+        if is_async(raw):
+            at_once(raw.execute(words))
+        with contextlib.closing(raw.cursor()) as cursor:
+            cursor.execute(words)
+    except Exception as error:
+        if ends:
+            raw.rollback()
+        return error
+    raise AssertionError(f"the server has not refused {words!r}")
+
+
+def is_strict(raw: Any) -> bool:
+    """Its transactions are to be REPEATABLE READ or SERIALIZABLE."""
+    level = getattr(raw, "isolation_level", None)
+    if level is None:
+        return False
+    if driver_of(raw) == "psycopg":
+        return str(level.name) in ("REPEATABLE_READ", "SERIALIZABLE")
+    return level in (2, 3)  # of psycopg2.extensions
 
 
 def cancel(raw: Any) -> None:
@@ -327,8 +394,17 @@ def clear(raw: Any, then: str = "") -> bool:
     return True
 
 
+def roll_back(raw: Any) -> None:
+    if is_async(raw):
+        run(raw, "ROLLBACK")
+    else:
+        raw.rollback()
+
+
 def finish(raw: Any) -> None:
-    """Close a connection of either kind."""
+    """Close a connection of any kind."""
+    if is_async(raw):
+        raw = raw.pgconn
     (raw.finish if hasattr(raw, "exec_") else raw.close)()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from retrychaos.model.ledger import Cell, Relation, Row
 from retrychaos.world.postgres_catalog import Schema, Table, literal
 from retrychaos.world.postgres_line import Line, LineError, Text
+from retrychaos.world.postgres_look import LastLooks
 
 Rows: TypeAlias = tuple[Text, ...]
 """The rows of one table as text, in an order that depends on nothing but them."""
@@ -21,6 +22,19 @@ _MOST_ROWS = 500_000
 _CHUNK = 500
 
 
+_KEPT = """
+SELECT DISTINCT relation FROM pg_locks WHERE locktype = 'relation' AND mode = 'AccessExclusiveLock'
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+
+
+class Unread(Exception):
+    """A table has changed, and cannot be read."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table.relation)
+
+
 class Reader:
     """What was read last, table by table. Rows that were read before are the same objects."""
 
@@ -29,6 +43,9 @@ class Reader:
         self.located: dict[int, Located] = {}
         """Empty for tables that were written to since they were read."""
         self._line = line
+        self._looks = LastLooks(line)
+        self._contended = False
+        """A table was once locked against readers."""
         self._schema = schema
         self._parts: dict[str, list[Table]] = {}
         for table in schema.tables.values():
@@ -49,28 +66,61 @@ class Reader:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def read(self, oids: set[int] | None) -> list[str]:
-        """Read these tables (None: all). Returns the names of the relations that they make up. Raises LineError."""
+    def read(self, oids: set[int] | None, *, sure: bool = True, alone: bool = False) -> list[str]:
+        """Read these tables (None: all). Returns the names of the relations that they make up.
+
+        sure: where all are read, one that cannot be is as before, unless somebody has looked at it in the transaction
+        that changed it. alone: no delivery has anything open, so all can be read. Raises LineError, and Unread.
+        """
         tables = [table for oid, table in self._schema.tables.items() if oids is None or oid in oids]
-        for start in range(0, len(tables), _AT_ONCE):
-            some = tables[start : start + _AT_ONCE]
+        unread = [table for table in tables if alone or not self._looked(table)]
+        kept = self._kept() & self.rows.keys() if self._contended and not alone else set()
+        for table in unread:
+            if table.oid in kept:
+                self._leave(table, sure and oids is None)
+        unread = [table for table in unread if table.oid not in kept]
+        for start in range(0, len(unread), _AT_ONCE):
+            some = unread[start : start + _AT_ONCE]
             try:
                 self._take(some, self._line.ask_again(self._select(some)))
             except LineError as problem:
-                if not problem.locked:
+                if not problem.locked or alone:
                     raise
-                self._read_singly(some)
+                self._contended = True
+                self._read_singly(some, sure and oids is None)
         names = dict.fromkeys(table.relation for table in tables)
         return [name for name in names if all(table.oid in self.rows for table in self._parts[name])]
 
-    def _read_singly(self, tables: Sequence[Table]) -> None:
-        """An open transaction has locked a table against readers: what was read of it before is still true."""
+    def _kept(self) -> set[int]:
+        """Tables that are locked against readers, or will be before any reader has his turn. To try takes longer."""
+        return {int(str(oid)) for (oid,) in self._line.ask_again(_KEPT)}
+
+    def _looked(self, table: Table) -> bool:
+        """It was read in the transaction that has committed since. To try again would be to wait for whoever has it."""
+        answer = self._looks.committed(table)
+        if answer is not None:
+            self._take([table], answer)
+            self.located.pop(table.oid)
+        return answer is not None
+
+    def _read_singly(self, tables: Sequence[Table], sure: bool) -> None:
         for table in tables:
             try:
                 self._take([table], self._line.ask_again(self._select([table])))
             except LineError as problem:
                 if not problem.locked or table.oid not in self.rows:
                     raise
+                self._leave(table, sure)
+
+    def _leave(self, table: Table, sure: bool) -> None:
+        """An open transaction has locked a table against readers: what was read of it before is still true."""
+        if not sure or self._looks.in_vain(table):
+            raise Unread(table)
+
+    def look(self, raw: Any, oids: Iterable[int]) -> None:
+        """A transaction is about to commit to these tables, and then somebody else has them. Raises LineError."""
+        tables = [self._schema.tables[oid] for oid in sorted(oids)]
+        self._looks.take(raw, [(table, self._select([table])) for table in tables])
 
     def _select(self, tables: Sequence[Table]) -> str:
         key = frozenset(table.oid for table in tables)
@@ -98,6 +148,7 @@ class Reader:
                 continue
             found[oid].append((str(row[1]), row[2 : widths[oid]]))
         for table in tables:
+            self._looks.drop(table)
             located = found[str(table.oid)]
             known = self._known.setdefault(table.oid, {})
             if len(known) > 4 * len(located) + 1_000:
@@ -113,7 +164,7 @@ class Reader:
         """Know where the rows of these tables are kept."""
         missing = {oid for oid in oids if oid not in self.located}
         if missing:
-            self.read(missing)
+            self.read(missing, alone=True)
 
     def replaced(self, rows: Mapping[int, Rows]) -> None:
         """These tables hold these rows now, at places unknown."""

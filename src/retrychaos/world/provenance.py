@@ -7,7 +7,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from retrychaos.model.step import Site
-from retrychaos.world import calls, interception, sockets, sqlite_turns
+from retrychaos.world import calls, interception, sockets
 from retrychaos.world.sites import origin, site_of
 
 _TOOLS = frozenset(
@@ -20,11 +20,11 @@ _PROBES = frozenset({"platform", "uuid", "ctypes.util"})
 """Modules that ask other programs about the machine."""
 
 _LAZY = (
-    *("files_hooks", "files_stream", "files", "mail_clients"),
+    *("files_hooks", "files_stream", "files", "mail_clients", "sqlite_hooks", "sqlite_seen", "sqlite_turns"),
     *(f"http_{name}" for name in ("aiohttp", "httpx", "requests", "stdlib", "traffic", "urllib3")),
 )
 """Not imported here: only who uses them shall load them."""
-_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets, sqlite_turns)) | frozenset(
+_SEE_THROUGH = frozenset(module.__file__ for module in (calls, interception, sockets)) | frozenset(
     os.path.join(os.path.dirname(__file__), f"{name}.py") for name in _LAZY
 )
 """Our wrappers around functions of others: what happens beneath is not our doing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from retrychaos.world.redis_commands import as_text
@@ -60,3 +62,17 @@ def drawn_name(fake: Any) -> str | None:
 def _shared_name(fake: Any) -> str | None:
     shared: dict[str, Any] = getattr(type(fake), "_servers_map", {})
     return next((name for name, server in shared.items() if server is fake), None)
+
+
+@contextlib.contextmanager
+def impatient(connection: Any) -> Iterator[None]:
+    """Commands do not wait, as within a transaction. One of asyncio would do so in a task of its own."""
+    sock = getattr(connection, "_sock", None)
+    if sock is None:
+        yield
+        return
+    before, sock._in_transaction = sock._in_transaction, True
+    try:
+        yield
+    finally:
+        sock._in_transaction = before

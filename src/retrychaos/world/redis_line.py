@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from retrychaos.model.errors import WorldError
+from retrychaos.world.redis_clients import is_async, twin_of
 from retrychaos.world.redis_commands import Command, Reply, as_text
 from retrychaos.world.resource import Stage
 
@@ -103,7 +104,7 @@ def _own_connection(connection: Any) -> Any:
 
     A copy, because a connection does not keep the arguments that it was made with.
     """
-    own = copy.copy(connection)
+    own = twin_of(connection) if is_async(connection) else copy.copy(connection)
     own._sock = None
     own.pid = os.getpid()
     own.db = 0

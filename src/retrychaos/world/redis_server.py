@@ -17,6 +17,7 @@ import redis
 from retrychaos.model.errors import WorldError
 from retrychaos.model.ledger import Relation, Row, Version
 from retrychaos.world import redis_fake
+from retrychaos.world.redis_clients import hang_up
 from retrychaos.world.redis_commands import Call, Command, as_text
 from retrychaos.world.redis_contents import KeyState, Seen, Snapshot, granted, read_key
 from retrychaos.world.redis_line import Line, info
@@ -24,6 +25,10 @@ from retrychaos.world.resource import Plain, Stage
 
 _KEY_COLUMNS = ("key", "type", "field", "value", "ttl")
 _PUBLISHED = "redis publish"
+_LAG = 60
+"""Milliseconds between a command and the look at what it has done."""
+_STAY = 250
+"""Those for which a key stays that ends right now, which is past only when the virtual clock has moved on."""
 
 left: dict[str, frozenset[tuple[Any, ...]]] = {}
 """What the check before this one left on each server. It is no stranger's data if it is all that is there."""
@@ -34,7 +39,8 @@ class Wire:
     """What is known of a connection of the job: its server, and the state that a server keeps for it."""
 
     db: int
-    sock: Any = None
+    session: Any = None
+    """Its socket, or what stands for it; another one when it has been connected again."""
     server: RedisServer | None = None
     queued: list[Call] | None = None
     """Since a MULTI that was sent by itself."""
@@ -69,7 +75,7 @@ class RedisServer(Plain):
         absolute = not isinstance(line.ask([("PEXPIRETIME", "retrychaos")])[0], Exception)
         self._when, self._slack = ("PEXPIRETIME", 3) if absolute else ("PTTL", 30)
         self.version = Version({})
-        self._read_all()
+        self._find_all()
 
     def move(self, line: Line, fake: Any) -> None:
         """The job has made the server anew: it goes on there from the state that it was in."""
@@ -95,9 +101,9 @@ class RedisServer(Plain):
         self._published = (*self._published, row)
         self._stage.touched(self)
 
-    def hurry(self, connection: Any) -> None:
+    def hurry(self, answered: Callable[[], bool]) -> None:
         """Wake an idle server, which otherwise looks only ten times a second whether a client has waited enough."""
-        while self._fake is None and not connection.can_read(timeout=0.002):
+        while self._fake is None and not answered():
             self._line.ask([("PING",)])
 
     def knows_script(self, sha: Any) -> bool:
@@ -214,7 +220,14 @@ class RedisServer(Plain):
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _read_all(self) -> None:
+    def _find_all(self) -> None:
+        """Keys from before the check have been ending since it began, whoever comes to the server first, and when."""
+        began = round(self._stage.began * 1000)
+        self._read_all(began)
+        if self._fake is None and self._now() > began:
+            self._hasten(self._now() - began)
+
+    def _read_all(self, now: int | None = None) -> None:
         self._dirty, self._all_dirty = {}, False
         wanted = {}
         for db in self._used_databases():
@@ -222,7 +235,7 @@ class RedisServer(Plain):
             for key in self._line.ask([("KEYS", "*")], db)[0] if not self._direct else list(self._fake.dbs[db]):
                 wanted[db, key] = have[key].kind if key in have else "string"
         found = self._read(wanted)
-        self._take({**dict.fromkeys(place for place, _ in self._states()), **found})
+        self._take({**dict.fromkeys(place for place, _ in self._states()), **found}, now)
 
     def _used_databases(self) -> list[int]:
         if self._fake is not None:
@@ -285,9 +298,10 @@ class RedisServer(Plain):
             )
         )
 
-    def _take(self, found: dict[tuple[int, bytes], Seen | None]) -> None:
+    def _take(self, found: dict[tuple[int, bytes], Seen | None], now: int | None = None) -> None:
+        """now: the virtual time at which they were like that, in milliseconds."""
         fresh: dict[int, dict[bytes, KeyState]] = {}
-        now = self._now()
+        now = self._now() if now is None else now
         lead: int | None = None
         for (db, key), seen in found.items():
             old = self._dbs.get(db, {}).get(key)
@@ -322,6 +336,9 @@ class RedisServer(Plain):
             else:
                 expiry = seen.deadline + lead
                 ttl = granted(expiry - now)
+                whole = now + round(ttl * 1000)
+                if self._fake is None and abs(whole - expiry) <= _LAG:
+                    expiry = whole  # the virtual clock has stood still since it was granted, that of the server has not
         if old is not None and old.holds(seen.kind, seen.body) and old.expiry == expiry:
             return old
         return KeyState.of(key, seen, expiry, ttl)
@@ -349,8 +366,13 @@ class RedisServer(Plain):
         if self._published:
             columns = ("command", "channel", "message")
             relations[_PUBLISHED] = self._relation(_PUBLISHED, columns, self._published, external=True)
-        expiries = {state.expiry for states in self._dbs.values() for state in states.values()} - {None}
-        return Version(relations, tuple(sorted(expiry / 1000 for expiry in expiries if expiry is not None)))
+        ending = {
+            state.expiry / 1000: f"the Redis key {as_text(key)}"
+            for states in self._dbs.values()
+            for key, state in states.items()
+            if state.expiry is not None
+        }
+        return Version(relations, tuple(sorted(ending)), ending)
 
     def _relation(self, name: str, columns: tuple[str, ...], rows: tuple[Row, ...], **more: Any) -> Relation:
         old = self.version.relations.get(name)
@@ -375,10 +397,21 @@ class RedisServer(Plain):
 
     def _hasten(self, by: int) -> None:
         """The virtual clock has moved on: bring the ends of keys nearer, where the server's clock has not moved."""
-        moved = {place: due - by for place, due in self._deadlines.items()}
+        if not self._deadlines:
+            return
+        now, clock = self._now(), self._clock()
+        moved = {place: self._nearer(place, due - by, now, clock) for place, due in self._deadlines.items()}
         for db in sorted({db for db, _ in moved}):
             self._line.ask([("PEXPIREAT", key, due) for (where, key), due in moved.items() if where == db], db)
         self._deadlines = moved
+
+    def _nearer(self, place: tuple[int, bytes], due: int, now: int, clock: int) -> int:
+        """When a key ends by the server's clock, which goes on by itself: not while it lives by the virtual one."""
+        state = self._dbs.get(place[0], {}).get(place[1])
+        if state is None or state.expiry is None:
+            return due
+        left = state.expiry - now
+        return min(due, clock - 1) if left < 0 else clock + (left if left > _LAG else _STAY)
 
     # -- saving and restoring ----------------------------------------------------------------------------------------
 
@@ -428,18 +461,3 @@ class RedisServer(Plain):
 
 def _over(state: KeyState, now: int) -> bool:
     return state.expiry is not None and state.expiry < now
-
-
-def hang_up(connection: Any) -> None:
-    """End a connection of the job, and all that the server or the client kept for it."""
-    connection.__dict__.pop("read_response", None)
-    for party in (*_cache_proxies(connection), connection):
-        with contextlib.suppress(Exception):
-            party.disconnect()
-
-
-def _cache_proxies(connection: Any) -> list[Any]:
-    """What caches replies on the client's side for this connection: memory of the process that is gone."""
-    callbacks = [reference() for reference in getattr(connection, "_connect_callbacks", ())]
-    parties = [getattr(callback, "__self__", None) for callback in callbacks]
-    return [party for party in parties if hasattr(party, "_cache") and hasattr(party, "disconnect")]

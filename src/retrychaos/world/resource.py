@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from retrychaos.model.ledger import Version
+from retrychaos.world.gate import Gate
 
 Blob: TypeAlias = Any
 """What a resource needs to restore a version: plain data that survives pickling."""
@@ -214,8 +215,15 @@ class Stage(Protocol):
     """A timeline is wanted: steps are told with their values."""
     quiet: bool
     """The harness itself is at work on a store: hooks must look away."""
+    gate: Gate
+    """Through which steps pass whose answers tasks of an event loop wait for."""
     concurrent: bool
     """Several deliveries are running, each in a thread of its own, one at a time."""
+
+    @property
+    def failed(self) -> bool:
+        """The delivery has ended by an exception."""
+        ...
 
     @property
     def owner(self) -> object | None:
@@ -270,6 +278,10 @@ class Stage(Protocol):
         """The adopted resource with that name."""
         ...
 
+    def expects(self, name: str) -> bool:
+        """This delivery goes on from a state of another process, which has found that resource already."""
+        ...
+
     def drew(self, uuid: str) -> bool:
         """A delivery of this check has drawn that random UUID (32 hexadecimal digits)."""
         ...
@@ -321,6 +333,9 @@ class Stage(Protocol):
     def claim_connection(self, connection: object) -> None:
         """What is done on that ``sqlite3`` connection is a resource's own, or dies with the process."""
         ...
+
+    began: float
+    """The virtual time at which the check began."""
 
     def now(self) -> float:
         """The virtual time, seconds since the epoch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 import site
+import sys
 import sysconfig
 from types import FrameType
 from typing import Literal, TypeAlias
@@ -74,8 +75,17 @@ def user_site(frame: FrameType | None) -> Site | None:
             library = library or frame
         elif kind == "harness" and library is not None:
             return site_of(library)
-        frame = frame.f_back
+        frame = frame.f_back or _spawner(frame)
     return None if library is None else site_of(library)
+
+
+def _spawner(frame: FrameType) -> FrameType | None:
+    """Where a greenlet was started, in which SQLAlchemy runs what an async engine does."""
+    greenlet = sys.modules.get("greenlet")
+    if greenlet is None:
+        return None
+    parent = greenlet.getcurrent().parent
+    return parent.gr_frame if parent is not None and parent.gr_frame is not frame else None
 
 
 def site_of(frame: FrameType) -> Site:

@@ -8,17 +8,22 @@ open on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from retrychaos.model.errors import SharedError, WorldError
+from retrychaos.model.leases import ends
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.world.resource import Blob, Plain, Stage
 from retrychaos.world.sqlite_effects import Effect, explain
+from retrychaos.world.sqlite_handle import Handle, ask, untrace
 from retrychaos.world.sqlite_ids import shift_row_ids
 from retrychaos.world.sqlite_turns import TurnConnection
 
@@ -27,38 +32,17 @@ _ALONE = (
     "and roll back the other's work. Use a SQLite file (chaos.sql, or one in tmp_path), or check crashes only with "
     "duplicates=1."
 )
+_SHARED = (
+    "{} cannot be used by two deliveries at once: nobody waits there for a lock, as somebody would in a file. Use a "
+    'SQLite file (in Django\'s settings TEST: {{"NAME": "test.sqlite3"}}), or check crashes only with duplicates=1.'
+)
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_PRAGMA = "PRAGMA"
+"""The relation of the numbers that SQLite keeps for the job beside the tables."""
+_MOST_LEFT = 32
+"""Connections left open, before it is looked which of them are in use."""
 _MOST_ROWS = 500_000
 """Rows of relations that are kept for the case that the same state is read again."""
-
-
-@dataclass(eq=False)
-class Handle:
-    """One connection of the job to the database, tracked while a delivery runs."""
-
-    connection: sqlite3.Connection
-    record: Any
-    """SQLAlchemy's connection record, to invalidate it at the end of the delivery; None for a raw one."""
-    inherited: bool = False
-    """It was in a transaction when the check began: the user's, and left alone."""
-    announced: bool = False
-    """A statement is running that SQLAlchemy has told us of: the trace callback looks away."""
-    rows: int = 0
-    """It is an executemany that commits row by row: how many rows have started, plus one. 0: it is not."""
-    committing: bool = False
-    waiting: bool = False
-    """Its statement waits for another delivery: it has done nothing yet."""
-    owner: object = None
-    """The delivery that it belongs to, where several run."""
-    effects: list[Effect] = field(default_factory=list)
-    """What was written here since the last look at the committed state."""
-
-    @property
-    def in_transaction(self) -> bool:
-        try:
-            return self.connection.in_transaction
-        except sqlite3.ProgrammingError:  # closed: whatever it had open is gone
-            return False
 
 
 @dataclass(frozen=True)
@@ -73,11 +57,16 @@ class _Table:
 
 
 class SqliteDatabase(Plain):
-    """A SQLite database, in a file or in the memory of one connection."""
+    """A SQLite database: in a file, in the memory of one connection, or in memory that several connections share.
+
+    reader: a connection of our own, or, where there is but one, that of the job (`borrowed`).
+    """
 
     private = True
 
-    def __init__(self, stage: Stage, name: str, label: str, reader: sqlite3.Connection, path: str | None) -> None:
+    def __init__(
+        self, stage: Stage, name: str, label: str, reader: sqlite3.Connection, path: str | None, borrowed: bool = False
+    ) -> None:
         self.stage = stage
         self.name = name
         self.label = label
@@ -85,6 +74,7 @@ class SqliteDatabase(Plain):
         self.handles: dict[int, Handle] = {}
         self._reader = reader
         self._writer = reader
+        self._borrowed = borrowed
         self._effects: dict[str, Effect] = {}
         self._tables: dict[str, _Table] = {}
         self._roots: dict[int, str] = {}
@@ -98,14 +88,18 @@ class SqliteDatabase(Plain):
         self._explained = 0
         self._owed: list[Effect] = []
         """Written, and could not be read again yet."""
+        self._left: list[Callable[[], sqlite3.Connection | None]] = []
+        """Connections that jobs may have left open."""
+        self._most_left = _MOST_LEFT
         self.commits = 0
-        self.alone = "" if path is not None else _ALONE.format(label)
+        self.alone = "" if path is not None else (_ALONE if borrowed else _SHARED).format(label)
         if path is not None:
             reader.execute("PRAGMA busy_timeout = 0")
             reader.execute("PRAGMA synchronous = OFF")
             if _pragma(reader, "journal_mode") != "wal":
                 reader.execute("PRAGMA journal_mode = MEMORY")
-        reader.text_factory = str
+        if not borrowed:
+            reader.text_factory = str
         self.version = Version({})
         self._read_schema()
         self.version = self._read(None)
@@ -118,18 +112,34 @@ class SqliteDatabase(Plain):
         effect = self._effects.get(statement)
         if effect is None:
             self._explained += 1
-            with _Quiet(self.stage):
+            with self._quiet():
                 effect = explain(self._reader, statement, parameters, self._roots, self._explained)
             self._effects[statement] = effect
         return effect
 
     def wrote(self, handle: Handle, effect: Effect) -> None:
         """A statement with that effect is about to run."""
+        if handle.effects and not handle.in_transaction:
+            self.committed(handle)  # apart from what comes now, which may be rolled back
         if effect.tables is None or effect.tables:
             handle.effects.append(effect)
             self.stage.touched(self)
         elif effect.ends:
             self.stage.touched(self)
+
+    def committed(self, handle: Handle) -> None:
+        """The transaction of that connection has been committed, and the driver may have begun the next."""
+        if handle.effects:
+            self._owed += handle.effects
+            handle.effects = []
+            self.stage.touched(self)
+
+    def follow(self, raw: sqlite3.Connection, handle: Handle) -> None:
+        """A delivery is about to use that connection for the first time."""
+        before = self.handles.get(id(raw))
+        if before is not None:  # of a connection that is gone; the new one lies where it has lain
+            self.committed(before)
+        self.handles[id(raw)] = handle
 
     # -- Resource ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +154,8 @@ class SqliteDatabase(Plain):
             try:
                 self._update(done)
             except sqlite3.OperationalError as error:
-                if not self.stage.concurrent or error.sqlite_errorcode & 0xFF not in _BUSY:
+                shared = self.path is None and not self._borrowed
+                if not (self.stage.concurrent or shared) or error.sqlite_errorcode & 0xFF not in _BUSY:
                     raise
                 self._owed = done  # a COMMIT that waits for readers lets nobody begin to read, so nothing has changed
                 self.stage.touched(self)
@@ -167,7 +178,7 @@ class SqliteDatabase(Plain):
 
     def save(self) -> Blob:
         if self._saved is None or self._saved[0] is not self.version:
-            with _Quiet(self.stage):
+            with self._quiet():
                 pages = _pages(self._reader, self._saved[1] if self._saved else ())
             self._saved = (self.version, pages)
         return self._saved[1]
@@ -177,7 +188,7 @@ class SqliteDatabase(Plain):
         self._mark()
         if self.version is version and self._seen == seen and not self._altered:
             return
-        with _Quiet(self.stage):
+        with self._quiet():
             self._write(blob)
         ddl = _schema_rows(version) != _schema_rows(self.version)
         self.version = version
@@ -202,7 +213,7 @@ class SqliteDatabase(Plain):
 
     def holds(self, owner: object) -> str:
         held = [
-            handle.connection.holds() if isinstance(handle.connection, TurnConnection) else "write"
+            connection.holds() if isinstance(connection := handle.connection, TurnConnection) else "write"
             for handle in self.handles.values()
             if handle.owner is owner and handle.in_transaction
         ]
@@ -227,7 +238,7 @@ class SqliteDatabase(Plain):
         if not tables:
             return
         self._altered = True
-        with _Quiet(self.stage):
+        with self._quiet():
             try:
                 shift_row_ids(self._writer, tables, by)
             except sqlite3.OperationalError as problem:
@@ -240,9 +251,9 @@ class SqliteDatabase(Plain):
 
     def close(self) -> None:
         for handle in self.handles.values():
-            _untrace(handle.connection)
+            untrace(handle.connection)
         self.handles.clear()
-        if self.path is not None:
+        if not self._borrowed:
             for connection in (self._reader, self._writer):
                 with contextlib.suppress(sqlite3.Error):
                     connection.close()
@@ -270,12 +281,16 @@ class SqliteDatabase(Plain):
         old = self.version.relations
         new = dict(old)
         if names is None:
-            new = {name: relation for name, relation in old.items() if name in self._tables or name == "schema"}
+            numbers = self._numbers()
+            kept = {*self._tables, "schema", *([_PRAGMA] if numbers else [])}
+            new = {name: relation for name, relation in old.items() if name in kept}
             text = "replace(sql, ' AUTOINCREMENT', '')"  # which may be ours, see shift_ids
             sql = f"SELECT type, name, {text} FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
             schema = tuple(self._execute(sql))
             if "schema" not in old or old["schema"].rows != schema:
                 new["schema"] = Relation("schema", ("type", "name", "sql"), schema)
+            if numbers and (_PRAGMA not in old or old[_PRAGMA].rows != numbers):
+                new[_PRAGMA] = Relation(_PRAGMA, ("name", "value"), numbers)
         for name in self._tables if names is None else names:
             table = self._tables.get(name)
             if table is None:
@@ -285,7 +300,15 @@ class SqliteDatabase(Plain):
             if before is None or before.rows != rows or before.columns != table.columns:
                 new[name] = self._relation(name, table, rows, before, name in generating)
         same = len(new) == len(old) and all(old.get(name) is relation for name, relation in new.items())
-        return self.version if same else Version(new)
+        if same:
+            return self.version
+        ending = ends(self.stage.options("leases"), new)
+        return Version(new, tuple(sorted(ending)), ending)
+
+    def _numbers(self) -> tuple[Row, ...]:
+        """Those that a job keeps in the header of the file, for its migrations."""
+        found = [(name, self._execute(f"PRAGMA {name}")[0][0]) for name in ("application_id", "user_version")]
+        return tuple([(name, value) for name, value in found if value])
 
     def _relation(
         self, name: str, table: _Table, rows: tuple[Row, ...], before: Relation | None, fresh: bool
@@ -309,9 +332,8 @@ class SqliteDatabase(Plain):
         return tuple([known.setdefault(row, row) for row in rows])
 
     def _execute(self, sql: str) -> list[Row]:
-        with _Quiet(self.stage):
-            cursor = self._reader.cursor()
-            cursor.row_factory = None
+        with self._quiet():
+            cursor = sqlite3.Cursor(self._reader)
             try:
                 return cursor.execute(sql).fetchall()
             except sqlite3.OperationalError as error:
@@ -387,38 +409,66 @@ class SqliteDatabase(Plain):
             return
         gc.collect()
         for thing in gc.get_objects():
-            if isinstance(thing, sqlite3.Cursor) and thing.connection is self._reader:
+            if issubclass(type(thing), sqlite3.Cursor) and self._is_left_over(thing.connection):
                 thing.close()
 
+    def _is_left_over(self, connection: sqlite3.Connection) -> bool:
+        """A job has used it and not closed it."""
+        return connection is self._reader or any(connection is each() for each in self._left)
+
     def _drop(self, handle: Handle) -> None:
+        """The process that used this connection is gone. Only an engine can open another one for the next, and only
+        connections of deliveries that overlap are used by nobody after that; others are made as if they were new."""
         handle.effects = []
         handle.announced = handle.committing = False
         handle.rows = 0
-        _untrace(handle.connection)
-        if handle.inherited:
+        connection = handle.connection
+        untrace(connection)
+        if handle.inherited or connection is None:
             return
+        closes = not self._borrowed and (handle.record is not None or isinstance(connection, TurnConnection))
         try:
-            handle.connection.rollback()
-            if self.path is None:
-                for kind, name in handle.connection.execute("SELECT type, name FROM sqlite_temp_master").fetchall():
+            sqlite3.Connection.rollback(connection)
+            if not closes:
+                for kind, name in ask(connection, "SELECT type, name FROM sqlite_temp_master"):
                     if kind in ("table", "view"):
-                        handle.connection.execute(f"DROP {kind} IF EXISTS temp.{_quote(name)}")
+                        ask(connection, f"DROP {kind} IF EXISTS temp.{_quote(name)}")
+                if handle.synchronous is not None:
+                    ask(connection, f"PRAGMA synchronous = {handle.synchronous}")
+                # If nobody refers to it any more it would wait for the collector, which does not run now.
+                forgotten = sys.getrefcount(connection) <= _least_references()
+                closes = self.path is not None and handle.record is None and forgotten
+                if not closes:
+                    self._leave_open(handle)
         except sqlite3.Error:
             pass  # closed already, or closed below
-        if self.path is not None:
+        if closes:
             if handle.record is not None:
                 handle.record.invalidate()
             try:
-                handle.connection.close()
+                connection.close()
             except sqlite3.Error:
                 pass
 
+    def _leave_open(self, handle: Handle) -> None:
+        """Somebody may still refer to it: the job by a module global, or only what waits for the collector."""
+        self._left.append(handle.refer)
+        if len(self._left) > self._most_left:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                gc.collect()
+            self._left = [each for each in self._left if each() is not None]
+            self._most_left = 2 * len(self._left) + _MOST_LEFT
+
+    def _quiet(self) -> _Quiet:
+        return _Quiet(self.stage, self._reader if self._borrowed else None)
+
     def _mark(self) -> None:
         """Remember the state of the change counter, to notice commits of connections that were not seen."""
-        if self.path is None:
+        if self._borrowed:
             self._seen = self._reader.total_changes
         else:
-            with _Quiet(self.stage):
+            with self._quiet():
                 self._seen = self._reader.execute("PRAGMA data_version").fetchone()[0]
 
 
@@ -427,17 +477,24 @@ class _Busy(Exception):
 
 
 class _Quiet:
-    """The harness is at work on a store: hooks look away."""
+    """The harness is at work on a store: hooks look away. What a job has set on a borrowed connection is aside."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, borrowed: sqlite3.Connection | None) -> None:
         self._stage = stage
+        self._borrowed = borrowed
 
     def __enter__(self) -> None:
         self._before = self._stage.quiet
         self._stage.quiet = True
+        raw = self._borrowed
+        if raw is not None:
+            self._settings = raw.row_factory, raw.text_factory
+            raw.row_factory, raw.text_factory = None, str
 
     def __exit__(self, *exc: object) -> None:
         self._stage.quiet = self._before
+        if self._borrowed is not None:
+            self._borrowed.row_factory, self._borrowed.text_factory = self._settings
 
 
 def _refuse_busy(status: int, remaining: int, total: int) -> None:
@@ -474,6 +531,15 @@ def _pages(connection: sqlite3.Connection, before: Sequence[bytes]) -> tuple[byt
     return tuple(before[i] if i < shared and before[i] == page else page for i, page in enumerate(pages))
 
 
+@functools.cache
+def _least_references() -> int:
+    """To a connection that is one local variable; the driver's own cache of statements refers to it, too."""
+    connection = sqlite3.connect(":memory:")
+    count = sys.getrefcount(connection)
+    connection.close()
+    return count
+
+
 def _schema_rows(version: Version) -> tuple[Row, ...]:
     relation = version.relations.get("schema")
     return relation.rows if relation else ()
@@ -491,13 +557,6 @@ def _any_text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _untrace(connection: sqlite3.Connection) -> None:
-    try:
-        connection.set_trace_callback(None)
-    except sqlite3.Error:
-        pass
-
-
 def copy_aside(path: str, blob: Blob, folder: str) -> str:
     """A copy of a database file in the state of `blob`. Raises SharedError if it could not stand for the file."""
     with open(path, "rb") as file:
@@ -508,21 +567,3 @@ def copy_aside(path: str, blob: Blob, folder: str) -> str:
     with open(copy, "xb") as file:
         file.write(b"".join(blob))
     return copy
-
-
-def identify(connection: sqlite3.Connection) -> str | None:
-    """The real path of the file behind a connection, or None for a database in memory.
-
-    Raises WorldError if other databases are attached: their changes would not be seen.
-    """
-    path = None
-    for _, schema, file in connection.execute("PRAGMA database_list").fetchall():
-        if schema == "main":
-            path = os.path.realpath(file) if file else None
-        elif schema != "temp":
-            raise WorldError(
-                f"database {file or schema!r} is attached to the job's connection as {schema!r}. SQLite does not tell "
-                "which of several databases a transaction changed, so a check there could be wrong. Give the job one "
-                "engine for each database instead of ATTACH."
-            )
-    return path

@@ -16,8 +16,8 @@ class Effect:
     """What a statement may write, as its bytecode says.
 
     tables: names, or None for "anything". generates: tables in which it draws row ids itself. given: tables in which
-    it may take row ids from the statement. writes: it takes the lock of a writer. fires: it runs subprograms
-    (triggers, foreign key actions). ends: it may end a transaction.
+    it may take row ids from the statement. writes: it takes the lock of a writer. reads: that of a reader. fires: it
+    runs subprograms (triggers, foreign key actions). ends: it may end a transaction.
     """
 
     tables: frozenset[str] | None = frozenset()
@@ -26,10 +26,12 @@ class Effect:
     fires: bool = False
     ends: bool = False
     writes: bool = False
+    reads: bool = True
 
 
 _NOTHING = Effect()
-_ANYTHING = Effect(tables=None, writes=True)
+ANYTHING = Effect(tables=None, writes=True)
+"""It may write to any table."""
 
 
 def explain(
@@ -51,6 +53,7 @@ def explain(
     codes = {str(row[1]) for row in program}
     if codes & _DDL:
         return Effect(tables=None, ends=True, writes=True)
+    locks = [row for row in program if row[1] == "Transaction" and row[2] != 1]  # 1: temporary tables
     tables: set[str] = set()
     given: set[tuple[str, int]] = set()
     drawn: set[tuple[str, int]] = set()
@@ -63,7 +66,7 @@ def explain(
                 continue  # temporary tables die with the process
             owner = roots.get(root)
             if owner is None:
-                return _ANYTHING
+                return ANYTHING
             tables.add(owner)
             cursors[p1] = owner
         elif code == "NewRowid" and p1 in cursors:
@@ -76,5 +79,6 @@ def explain(
         given=frozenset(owner for owner, register in drawn & given),
         fires="Program" in codes,
         ends=bool(codes & {"AutoCommit", "Savepoint"}),
-        writes=any(row[1] == "Transaction" and row[2] != 1 and row[3] for row in program),  # 1: temporary tables
+        writes=any(row[3] for row in locks),
+        reads=bool(locks),
     )

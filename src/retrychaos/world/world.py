@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Protocol
 
 from retrychaos.model.errors import SharedError
 from retrychaos.model.ledger import Facts, Relation, Row, Version
-from retrychaos.model.step import Step
+from retrychaos.model.step import Site, Step
+from retrychaos.world.gate import Gate
 from retrychaos.world.resource import Blob, Resource, Source
 
 ID_SHIFT = 7_919
@@ -22,15 +23,16 @@ _FOR_EVER = 3_650 * 86_400.0
 class Recorder(Protocol):
     """The running delivery, as the world sees it."""
 
+    @property
+    def end(self) -> str: ...
     def boundary(self, step: Step) -> None: ...
-    def strikes(self, kind: str) -> bool: ...
-    def struck(self, error: BaseException) -> None: ...
+    def strike(self, kind: str, make: Callable[[], BaseException]) -> None: ...
     def look(self) -> None: ...
     def refuse(self, problem: Exception) -> NoReturn: ...
     def fail(self, problem: Exception) -> None: ...
     def doubt(self, reason: str) -> None: ...
     def excuse(self, problem: Exception) -> None: ...
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float, site: Site | None = None) -> None: ...
     def observed(self, *values: object) -> None: ...
     def enter(self, tells: bool) -> None: ...
     def waits_on(self) -> None: ...
@@ -103,6 +105,7 @@ class World:
         self.escapes: Claims | None = None
         self.quiet = False
         self.now = now
+        self.began = now()
         self.drew = drew
         self.aside = aside
         self._options = options
@@ -116,6 +119,7 @@ class World:
         self.again: Again | None = None
         """The same job was checked before, and begins from the same state if nobody has touched the world since."""
         self.traced = False
+        self.gate = Gate()
         self.actor_of_thread: Callable[[], Any] | None = None
         self.concurrent = False
         self.shifted = False
@@ -133,13 +137,12 @@ class World:
 
     def step(self, kind: str, resource: Resource, text: str, detail: str) -> None:
         assert self.recorder is not None
+        self.gate.steps += 1
         self.recorder.boundary(Step(kind, resource.name, text, detail))
 
     def strike(self, kind: str, make: Callable[[], BaseException]) -> None:
-        if self.recorder is not None and not self.quiet and self.recorder.strikes(kind):
-            error = make()
-            self.recorder.struck(error)
-            raise error
+        if self.recorder is not None and not self.quiet:
+            self.recorder.strike(kind, make)
 
     def look(self) -> None:
         if self.recorder is not None:
@@ -150,6 +153,9 @@ class World:
 
     def find(self, name: str) -> Resource | None:
         return self.resources.get(name)
+
+    def expects(self, name: str) -> bool:
+        return name in self._wanted
 
     def adopt(self, resource: Resource) -> None:
         if not resource.private:
@@ -189,9 +195,14 @@ class World:
         if self.recorder is not None:
             self.recorder.excuse(problem)
 
-    def sleep(self, seconds: float | None) -> None:
+    def sleep(self, seconds: float | None, site: Site | None = None) -> None:
         if self.recorder is not None:
-            self.recorder.sleep(_FOR_EVER if seconds is None else seconds)
+            self.gate.steps += 1
+            self.recorder.sleep(_FOR_EVER if seconds is None else seconds, site)
+
+    @property
+    def failed(self) -> bool:
+        return self.recorder is not None and self.recorder.end == "failed"
 
     @property
     def owner(self) -> object | None:
