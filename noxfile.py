@@ -10,6 +10,7 @@ from pathlib import Path
 import nox
 
 nox.options.default_venv_backend = "venv"
+nox.options.stop_on_first_error = True  # what is printed last is what failed
 
 
 def interpreter(version: str) -> str:

@@ -20,7 +20,7 @@ from tests.postgres_server import Postgres
 
 Job: TypeAlias = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 
-DRIVERS = ("psycopg",)
+DRIVERS = ("psycopg", "asyncpg")
 
 
 class Base(DeclarativeBase):
@@ -56,6 +56,7 @@ def engine(request: pytest.FixtureRequest, postgres_server: Postgres, postgres: 
         async with engine.begin() as db:
             await db.run_sync(Base.metadata.create_all)
             await db.execute(text("INSERT INTO orders VALUES (1, 0, 'new'), (2, 0, 'new')"))
+        await engine.dispose()  # its connections belong to this loop
 
     asyncio.run(create())
     yield engine

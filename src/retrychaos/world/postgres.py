@@ -19,14 +19,8 @@ from retrychaos.model.leases import ends
 from retrychaos.model.ledger import Version
 from retrychaos.world.postgres_catalog import MARK, Schema
 from retrychaos.world.postgres_cursors import tags
-from retrychaos.world.postgres_handle import WRITERS, Handle
-from retrychaos.world.postgres_line import (
-    ACTIVE,
-    FAILED,
-    IDLE,
-    IN_TRANSACTION,
+from retrychaos.world.postgres_drivers import (
     TELLING,
-    Line,
     LineError,
     backend,
     cancel,
@@ -37,7 +31,10 @@ from retrychaos.world.postgres_line import (
     shut,
     standing,
 )
+from retrychaos.world.postgres_handle import WRITERS, Handle
+from retrychaos.world.postgres_line import Line
 from retrychaos.world.postgres_rows import Reader, Rows, Unread, changes
+from retrychaos.world.postgres_wire import ACTIVE, FAILED, IDLE, IN_TRANSACTION
 from retrychaos.world.resource import (
     BEGUN,
     CIRCLE,

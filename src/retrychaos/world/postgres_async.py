@@ -13,7 +13,8 @@ import select
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from retrychaos.world.postgres_line import IDLE, at_once, standing
+from retrychaos.world.postgres_drivers import at_once, standing
+from retrychaos.world.postgres_wire import IDLE
 from retrychaos.world.resource import Stage
 
 _SLICE = 100
@@ -28,7 +29,9 @@ class Steps(Protocol):
     """What the hooks on PostgreSQL's drivers have in common; see postgres_hooks.py."""
 
     def statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> contextlib.AbstractContextManager[None]: ...
-    def rest(self, raw: Any, cursor: Any, was_idle: bool) -> contextlib.AbstractContextManager[None]: ...
+    def answer(
+        self, raw: Any, cursor: Any, was_idle: bool, text: str = ""
+    ) -> contextlib.AbstractContextManager[None]: ...
     def streamed(self, rows: Any) -> None: ...
     def looks_away(self) -> bool: ...
 
@@ -81,7 +84,7 @@ class AsyncPsycopg:
             async with self._stage.gate.passing():
                 with self._steps.statement(cursor._conn, query, params, cursor):
                     result = await original(cursor, query, params, *args, **kwargs)
-            await self.let_others_go_on(cursor._conn)
+            await let_others_go_on(cursor._conn)
             return result
 
         return execute
@@ -113,7 +116,7 @@ class AsyncPsycopg:
                         copying = await stack.enter_async_context(original(cursor, statement, params, **kwargs))
                 stack.push_async_exit(self._finishing(stack.pop_all(), raw, cursor, was_idle))
                 yield copying
-            await self.let_others_go_on(raw)
+            await let_others_go_on(raw)
 
         return copy
 
@@ -122,7 +125,7 @@ class AsyncPsycopg:
 
         async def finish(*problem: Any) -> bool | None:
             async with self._stage.gate.passing():
-                with self._steps.rest(raw, cursor, was_idle):
+                with self._steps.answer(raw, cursor, was_idle):
                     return await copying.__aexit__(*problem)
 
         return finish
@@ -134,7 +137,7 @@ class AsyncPsycopg:
         async def commit(raw: Any) -> None:
             await original(raw)
             if not self._steps.looks_away():
-                await self.let_others_go_on(raw)
+                await let_others_go_on(raw)
 
         return commit
 
@@ -145,16 +148,17 @@ class AsyncPsycopg:
         async def __aexit__(transaction: Any, *problem: Any) -> Any:
             result = await original(transaction, *problem)
             if not self._steps.looks_away():
-                await self.let_others_go_on(transaction._conn)
+                await let_others_go_on(transaction._conn)
             return result
 
         return __aexit__
 
-    async def let_others_go_on(self, raw: Any) -> None:
-        """A task that waits for an answer lets other tasks run. Here it does so where it holds no locks: another task
-        that came to wait for them in the server would keep it from ever letting them go."""
-        if standing(raw) == IDLE:
-            await asyncio.sleep(0)
+
+async def let_others_go_on(raw: Any) -> None:
+    """A task that waits for an answer lets other tasks run. Here it does so where it holds no locks: another task that
+    came to wait for them in the server would keep it from ever letting them go."""
+    if standing(raw) == IDLE:
+        await asyncio.sleep(0)
 
 
 def rows_of(cursor: Any) -> Any:

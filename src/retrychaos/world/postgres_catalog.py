@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from retrychaos.model.errors import WorldError
 from retrychaos.world.postgres_cells import Convert, converter
-from retrychaos.world.postgres_line import Line, Text
+from retrychaos.world.postgres_line import Line
+from retrychaos.world.postgres_wire import Text
 
 _USER_SCHEMAS = "n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname !~ '^pg_(toast|temp)'"
 

@@ -1,9 +1,9 @@
-"""Hooks on psycopg 3 and psycopg2: every statement and commit of a job on a PostgreSQL connection is a step.
+"""Hooks on psycopg 3, psycopg2 and asyncpg: every statement and commit of a job on a PostgreSQL connection is a step.
 
-psycopg 3 is written in Python, so its classes are patched. The classes of psycopg2 cannot be: its connections get
-another cursor class, SQLAlchemy's proxy of a connection tells of commits, and what passes both is noticed at the next
-boundary by the state of the transaction. Connections are followed when they leave SQLAlchemy's pool, plain ones at
-their first statement.
+psycopg 3 and asyncpg are written in Python, so their classes are patched (see also postgres_async.py and
+postgres_asyncpg.py). The classes of psycopg2 cannot be: its connections get another cursor class, SQLAlchemy's proxy of a
+connection tells of commits, and what passes both is noticed at the next boundary by the state of the transaction.
+Connections are followed when they leave SQLAlchemy's pool, plain ones at their first statement.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ from retrychaos.world.async_record import AsyncRecord
 from retrychaos.world.imports import Imports
 from retrychaos.world.postgres import PostgresDatabase
 from retrychaos.world.postgres_async import AsyncPsycopg, rows_of
+from retrychaos.world.postgres_asyncpg import Asyncpg
 from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
-from retrychaos.world.postgres_guard import Guard
-from retrychaos.world.postgres_handle import LOCKING, Handle
-from retrychaos.world.postgres_line import (
+from retrychaos.world.postgres_drivers import (
     DEADLOCK_DETECTED,
-    FAILED,
+    DRIVERS,
     HURRY,
-    IDLE,
-    IN_TRANSACTION,
     LOCK_NOT_AVAILABLE,
     SERIALIZATION_FAILURE,
     TELLING,
@@ -53,12 +50,15 @@ from retrychaos.world.postgres_line import (
     run,
     standing,
 )
+from retrychaos.world.postgres_guard import Guard
+from retrychaos.world.postgres_handle import LOCKING, Handle
 from retrychaos.world.postgres_servers import Servers
 from retrychaos.world.postgres_sessions import Sessions
+from retrychaos.world.postgres_wire import FAILED, IDLE, IN_TRANSACTION
 from retrychaos.world.resource import Stage
 from retrychaos.world.sql_texts import texts
 
-_DRIVERS = ("psycopg", "psycopg2")
+_LIBPQ = ("psycopg", "psycopg2")
 _MISSING = object()
 _OPEN = (
     "the connection was already inside a transaction when the check began, so what the job commits there is not what a "
@@ -79,7 +79,7 @@ class PostgresSource:
         self._resting: dict[int, Any] = {}
         """Connections that were opened here and have not left the pool yet: what runs there is the engine's own."""
         self._patched: list[tuple[Any, str, Any]] = []
-        self._imports = Imports({name: functools.partial(self._prepare, name) for name in _DRIVERS})
+        self._imports = Imports({name: functools.partial(self._prepare, name) for name in DRIVERS})
         self._watching = False
         """Of forks."""
         self._drivers: set[str] = set()
@@ -91,6 +91,7 @@ class PostgresSource:
         self._of_pool: dict[int, int] = {}
         self._left: list[tuple[int | None, Any]] = []
         """Connections of deliveries that have ended, with the pool that they are from."""
+        self._asyncpg: Asyncpg | None = None
         self._guard: Guard | None = None
         self._faults = False
         """A server may refuse."""
@@ -152,6 +153,8 @@ class PostgresSource:
                     else:
                         self._left.append((pool, raw))
                 self._followed.pop(key, None)
+        if self._asyncpg is not None:
+            self._asyncpg.leave(owner)
 
     def part(self, blobs: Mapping[str, Any], folder: str) -> None:
         """A server is not private, so nobody asks for this."""
@@ -165,6 +168,8 @@ class PostgresSource:
                 with contextlib.suppress(Exception):
                     finish(raw)
         self._left.clear()
+        if self._asyncpg is not None:
+            self._asyncpg.leave(None, but=self._followed)
         for _, handle in self._followed.values():
             handle.lost = handle.wrote and standing(handle.raw) == IN_TRANSACTION
         self._restore_factories()
@@ -254,6 +259,10 @@ class PostgresSource:
             self._patch(psycopg.AsyncTransaction, "__aexit__", mine.leave)
             self._patch(psycopg.AsyncConnection, "wait", mine.wait)
             self._patch(psycopg.waiting, "wait_conn_async", mine.wait_conn_async)
+        elif driver == "asyncpg":
+            self._asyncpg = Asyncpg(self._stage, self)
+            for owner, name, make in self._asyncpg.hooks():
+                self._patch(owner, name, make)
         else:
             import psycopg2
 
@@ -268,7 +277,7 @@ class PostgresSource:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _on_do_connect(self, dialect: Any, record: Any, arguments: Any, parameters: dict[str, Any]) -> None:
-        if self._stage.running and dialect.name == "postgresql" and dialect.driver in _DRIVERS:
+        if self._stage.running and dialect.name == "postgresql" and dialect.driver in _LIBPQ:
             # A crash is a snapshot here, so nothing has to reach the disk. The connection ends with the delivery.
             asked = f"{parameters.get('options') or ''} -c synchronous_commit=off".strip()
             if not arguments or "options" not in str(arguments[0]):
@@ -276,13 +285,13 @@ class PostgresSource:
 
     def _on_connect(self, raw: Any, record: Any) -> None:
         raw = below(raw)
-        if self._stage.running and driver_of(raw) in _DRIVERS:
+        if self._stage.running and driver_of(raw) in DRIVERS:
             self._prepare(driver_of(raw))
             self._resting[id(raw)] = raw
 
     def _on_checkout(self, pooled: Any, record: Any, fairy: Any) -> None:
         raw = below(pooled)
-        if not self._stage.running or driver_of(raw) not in _DRIVERS:
+        if not self._stage.running or driver_of(raw) not in DRIVERS:
             return
         if forks.is_of_parent(raw):
             from sqlalchemy.exc import DisconnectionError
@@ -348,7 +357,7 @@ class PostgresSource:
     def _ping(self, original: Any) -> Any:
         def _do_ping_w_event(dialect: Any, pooled: Any) -> Any:
             raw = below(pooled)
-            if not self._stage.running or driver_of(raw) not in _DRIVERS:
+            if not self._stage.running or driver_of(raw) not in DRIVERS:
                 return original(dialect, pooled)
             if forks.is_of_parent(raw):
                 cut_off(raw)
@@ -374,10 +383,18 @@ class PostgresSource:
     @contextlib.contextmanager
     def statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> Iterator[None]:
         """A statement runs inside: before it is a boundary, after it we know whether it has committed."""
-        found = self._of(raw)
-        if found is None:
+        text = self.announce(raw, query, values)
+        if text is None:
             yield
             return
+        with self.answer(raw, cursor, standing(raw) == IDLE, text):
+            yield
+
+    def announce(self, raw: Any, query: Any, values: Any) -> str | None:
+        """A statement comes next: here is the boundary before it. Its text; None if it is none of our business."""
+        found = self._of(raw)
+        if found is None:
+            return None
         database, handle = found
         text, template = texts(query_text(query, raw))
         self._watch_out(database, text)
@@ -385,31 +402,33 @@ class PostgresSource:
         detail = f"{text} {short(values)}" if values and self._stage.traced else text
         self._stage.step("sql", database, template, detail)
         self._stage.strike(ERROR, functools.partial(self._lost, raw))
-        was_idle = standing(raw) == IDLE
-        word = text[:9].upper()
-        if not was_idle and word.startswith(("COMMIT", "END")):
+        return text
+
+    def looks_away(self) -> bool:
+        """What runs in this thread now is none of our business, or known already."""
+        return not self._stage.running or self._is_busy
+
+    @contextlib.contextmanager
+    def answer(self, raw: Any, cursor: Any, was_idle: bool, text: str = "") -> Iterator[None]:
+        """The server works inside on the statement that was announced. text: none if only its rest comes."""
+        found = self._followed.get(id(raw))
+        if found is None or self.looks_away():
+            yield
+            return
+        database, handle = found
+        if not was_idle and text[:9].upper().startswith(("COMMIT", "END")):
             database.committing(handle)
-        if getattr(cursor, "name", None) and not handle.unhooked and self._stage.concurrent:
+        if text and getattr(cursor, "name", None) and not handle.unhooked and self._stage.concurrent:
             self._in_server.append((handle.owner, weakref.ref(cursor)))
-        thread = threading.get_ident()
-        self._busy.add(thread)
         handle.cursor = cursor
-        self._stage.enter(handle.tells)
         try:
-            if self._faults:
-                self._refuse(raw, handle, text)
-            with self._guarded(database, handle):
+            with self._in_the_server(handle), self._guarded(database, handle):
+                if text and self._faults:
+                    self._refuse(raw, handle, text)
                 yield
-        except Exception as error:
-            self._back(thread)
-            self._observe_error(error)
-            raise
-        except BaseException:
-            self._busy.discard(thread)
-            raise
-        else:
-            self._back(thread)
-            if self._stage.concurrent:
+            if not text:
+                self._stage.observed(cursor.rowcount)
+            elif self._stage.concurrent:
                 self._observe(cursor)
         finally:
             if handle.cursor is cursor:  # else that was seen when it came back
@@ -418,25 +437,41 @@ class PostgresSource:
         if standing(raw) == IDLE:  # else its work goes with the connection, as if it had not been done
             self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
 
-    def looks_away(self) -> bool:
-        """What runs in this thread now is none of our business, or known already."""
-        return not self._stage.running or self._is_busy
-
     @contextlib.contextmanager
-    def rest(self, raw: Any, cursor: Any, was_idle: bool) -> Iterator[None]:
-        """The rest of a statement of which statement() has seen the beginning runs inside."""
+    def preparing(self, raw: Any) -> Iterator[None]:
+        """The server only gets to know a statement inside. That does nothing, but it may have to wait."""
         found = self._followed.get(id(raw))
         if found is None or self.looks_away():
             yield
             return
         database, handle = found
+        try:
+            with self._in_the_server(handle):
+                yield
+        finally:
+            database.settle(handle)
+            handle.failed = standing(raw) == FAILED
+
+    @contextlib.contextmanager
+    def command(self, raw: Any, text: str, cursor: Any) -> Iterator[None]:
+        """A command runs inside that is no step: it begins a transaction, or gives one up."""
+        found = self._of(raw)
+        if found is None:
+            yield
+            return
+        database, handle = found
+        self._isolate(handle, text.upper())
+        yield
+        database.executed(handle, tags(cursor), was_idle=False)
+
+    @contextlib.contextmanager
+    def _in_the_server(self, handle: Handle) -> Iterator[None]:
+        """Inside a delivery waits for an answer, and perhaps for another delivery."""
         thread = threading.get_ident()
         self._busy.add(thread)
-        handle.cursor = cursor
         self._stage.enter(handle.tells)
         try:
-            with self._guarded(database, handle):
-                yield
+            yield
         except Exception as error:
             self._back(thread)
             self._observe_error(error)
@@ -446,20 +481,11 @@ class PostgresSource:
             raise
         else:
             self._back(thread)
-            self._stage.observed(cursor.rowcount)
-        finally:
-            if handle.cursor is cursor:
-                database.executed(handle, tags(cursor), was_idle)
-            handle.cursor = None
-        if standing(raw) == IDLE:
-            self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
 
     def _refuse(self, raw: Any, handle: Handle, text: str, ends: bool = False) -> None:
         """What the server may say to a statement, or to a COMMIT, because of others."""
         said = text.upper()
-        if "ISOLATION LEVEL" in said:
-            handle.strict = "SERIALIZABLE" in said or "REPEATABLE READ" in said
-        handle.hasty = handle.hasty or "LOCK_TIMEOUT" in said
+        self._isolate(handle, said)
         if standing(raw) == FAILED:
             return
         locks = LOCKING.match(text) is not None
@@ -470,6 +496,12 @@ class PostgresSource:
             kinds.append((LOCK_TIMEOUT, LOCK_NOT_AVAILABLE))
         for kind, sqlstate in kinds:
             self._stage.strike(kind, functools.partial(self._refused, raw, sqlstate, ends))
+
+    @staticmethod
+    def _isolate(handle: Handle, said: str) -> None:
+        if "ISOLATION LEVEL" in said:
+            handle.strict = "SERIALIZABLE" in said or "REPEATABLE READ" in said
+        handle.hasty = handle.hasty or "LOCK_TIMEOUT" in said
 
     def _refused(self, raw: Any, sqlstate: str, ends: bool) -> Exception:
         with self._aside():
@@ -546,10 +578,10 @@ class PostgresSource:
 
     def committing(self, raw: Any) -> contextlib.AbstractContextManager[None]:
         """psycopg2 commits inside, which nothing else tells us of."""
-        return self._commit(raw) if driver_of(raw) == "psycopg2" else contextlib.nullcontext()
+        return self.commit(raw) if driver_of(raw) == "psycopg2" else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _commit(self, raw: Any) -> Iterator[None]:
+    def commit(self, raw: Any) -> Iterator[None]:
         """A COMMIT by the driver runs inside."""
         found = self._of(raw)
         if found is None or standing(raw) not in (IN_TRANSACTION, FAILED):
@@ -614,7 +646,7 @@ class PostgresSource:
 
     def _on_two_phases(self, connection: Any, xid: Any) -> None:
         raw = below(connection.connection.dbapi_connection)
-        if self._stage.running and driver_of(raw) in _DRIVERS and (found := self.follow(raw)) is not None:
+        if self._stage.running and driver_of(raw) in DRIVERS and (found := self.follow(raw)) is not None:
             self._refuse_two_phases(found[0])
 
     # -- psycopg 3 ----------------------------------------------------------------------------------------------------
@@ -684,7 +716,7 @@ class PostgresSource:
                 if standing(raw) == IDLE:
                     self._of(raw)  # the command may begin a transaction
                 if command == b"COMMIT":
-                    with self._commit(raw):
+                    with self.commit(raw):
                         return (yield from original(raw, command, *args, **kwargs))
                 if query_text(command, raw).startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
                     found = self._of(raw)
@@ -712,7 +744,7 @@ class PostgresSource:
         def commit(fairy: Any) -> Any:
             raw = fairy.dbapi_connection
             if self._stage.running and driver_of(raw) == "psycopg2":
-                with self._commit(raw):
+                with self.commit(raw):
                     return raw.commit()
             return raw.commit()
 

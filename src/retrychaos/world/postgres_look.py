@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrychaos.world.postgres_catalog import Table
-from retrychaos.world.postgres_line import READING, Line, LineError, Text, run
+from retrychaos.world.postgres_drivers import LineError, run
+from retrychaos.world.postgres_line import READING, Line
+from retrychaos.world.postgres_wire import Text
 
 _LEVEL = "SELECT current_setting('transaction_isolation'), txid_current()::text, txid_current_snapshot()::text"
 

@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 
 from retrychaos.model.ledger import Cell, Relation, Row
 from retrychaos.world.postgres_catalog import Schema, Table, literal
-from retrychaos.world.postgres_line import Line, LineError, Text
+from retrychaos.world.postgres_drivers import LineError
+from retrychaos.world.postgres_line import Line
 from retrychaos.world.postgres_look import LastLooks
+from retrychaos.world.postgres_wire import Text
 
 Rows: TypeAlias = tuple[Text, ...]
 """The rows of one table as text, in an order that depends on nothing but them."""

@@ -9,7 +9,8 @@ from urllib.parse import parse_qs, unquote
 
 from retrychaos.model.errors import WorldError
 from retrychaos.world.postgres import PostgresDatabase
-from retrychaos.world.postgres_line import Line, LineError
+from retrychaos.world.postgres_drivers import LineError
+from retrychaos.world.postgres_line import Line
 from retrychaos.world.resource import Stage
 
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1", "0.0.0.0"))

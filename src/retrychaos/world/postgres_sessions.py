@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrychaos.world.postgres_catalog import literal
-from retrychaos.world.postgres_line import FAILED, IDLE, IN_TRANSACTION, LineError, Text, run, standing
+from retrychaos.world.postgres_drivers import LineError, run, standing
+from retrychaos.world.postgres_wire import FAILED, IDLE, IN_TRANSACTION, Text
 
 _SETTINGS = "SELECT name, current_setting(name) FROM pg_settings WHERE source = 'session' ORDER BY name"
 _EXTRAS = """

@@ -23,8 +23,8 @@ from sqlalchemy.pool import Pool, StaticPool
 from retrychaos.model.errors import SharingError, WorldError
 from retrychaos.model.plan import ERROR
 from retrychaos.world.async_record import AsyncRecord, dies_in_silence
+from retrychaos.world.postgres_drivers import DRIVERS, below, driver_of, holds_nothing
 from retrychaos.world.postgres_hooks import PostgresSource
-from retrychaos.world.postgres_line import below, driver_of, holds_nothing
 from retrychaos.world.resource import Blob, Stage
 from retrychaos.world.sqlite import SqliteDatabase
 from retrychaos.world.sqlite_async import PENDING, forget, sqlite_of, take_over
@@ -326,7 +326,7 @@ class SqlSource:
     def _look_at_other(self, connection: Connection) -> None:
         """A server: PostgreSQL's drivers report steps themselves (postgres_hooks.py), others are refused."""
         driver = driver_of(below(connection.connection.dbapi_connection))
-        if connection.dialect.name != "postgresql" or driver not in ("psycopg", "psycopg2"):
+        if connection.dialect.name != "postgresql" or driver not in DRIVERS:
             self._refuse_dialect(connection)
         if connection.in_transaction() and connection not in self._begun:
             self._stage.refuse(WorldError(f"{connection.engine.url.database}: {_why_open(connection)}"))

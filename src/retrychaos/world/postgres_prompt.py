@@ -1,0 +1,331 @@
+"""Connections of asyncpg that answer at once: plain sockets, read in the thread of the delivery.
+
+No event loop knows of them, so a statement is one thing that happens between two turns of the tasks of a delivery, and
+nothing is left to be closed when the loop is gone. The harness asks on them past asyncpg and its codecs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import ssl
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from retrychaos.world.postgres_wire import (
+    FAILED,
+    IDLE,
+    IN_TRANSACTION,
+    TERMINATE,
+    UNKNOWN,
+    Refused,
+    Text,
+    cancel_request,
+    query,
+    rows_of,
+    state_after,
+    until_ready,
+)
+
+_perf_counter = time.perf_counter
+_SIZE = 262_144
+_SLICE = 0.1
+"""Seconds to wait at once; between them a delivery can be ended."""
+_BRIEF = 5.0
+"""Seconds for a statement that was interrupted to end, and for a server to hang up."""
+_TO_CONNECT = 60.0
+
+
+class Reply(asyncio.Future[Any]):
+    """What a coroutine of asyncpg waits for on one of these connections."""
+
+
+class Prompt(asyncio.Transport):
+    """The transport below a connection of asyncpg. It stands for that connection where the harness looks at it.
+
+    how: with what asyncpg's `_connect_addr` opens another one like it.
+    """
+
+    def __init__(self, sock: socket.socket, protocol: Any, how: Mapping[str, Any]) -> None:
+        sock.setblocking(False)
+        super().__init__({"socket": sock, "ssl_object": sock if isinstance(sock, ssl.SSLSocket) else None})
+        self.how = how
+        self.connection: Any = None
+        """That of asyncpg, which complains if it is dropped before it is closed."""
+        self.announced: tuple[str, int] | None = None
+        """What was just prepared, in which step of all."""
+        self._sock = sock
+        self._early = b""
+        """Came while something was sent."""
+        self._end = b""
+        self._listeners: list[Callable[[Any], object]] = []
+        self.set_protocol(protocol)
+
+    # -- Transport ----------------------------------------------------------------------------------------------------
+
+    def set_protocol(self, protocol: Any) -> None:
+        self._protocol = protocol
+        protocol.prompt = self  # the way back, for the hooks
+
+    def get_protocol(self) -> Any:
+        return self._protocol
+
+    def write(self, data: Any) -> None:
+        rest = memoryview(data)
+        self._end = b""
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                # The server may wait for us to read what it has sent before it reads any further.
+                if until_ready(self._sock.fileno(), True, _SLICE):
+                    with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, OSError):
+                        self._early += self._sock.recv(_SIZE)
+            except OSError:
+                return  # who reads gets to know why
+
+    def writelines(self, data: Iterable[Any]) -> None:
+        self.write(b"".join(data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is kept back."""
+
+    def pause_reading(self) -> None:
+        """Nothing is read unless somebody waits for it."""
+
+    def resume_reading(self) -> None:
+        """See pause_reading."""
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        """The server has let go of everything before this returns, if it listens."""
+        if self.closed:
+            return
+        if self.standing in (IDLE, IN_TRANSACTION, FAILED):
+            self.write(TERMINATE)
+            until = _perf_counter() + _BRIEF
+            while self._read(max(0.0, until - _perf_counter())):
+                pass
+        self._hang_up()
+
+    def abort(self) -> None:
+        self.close()
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def receive(self, patience: float | None = None) -> None:
+        """Hand over what the server says next. patience: seconds after which TimeoutError is raised; None: never."""
+        data = self._read(patience)
+        if data is None:
+            raise TimeoutError
+        if data:
+            self._protocol.data_received(data)
+        else:
+            self._hang_up()
+
+    def await_reply(self, reply: Reply) -> None:
+        try:
+            while not reply.done():
+                self.receive()
+        except (KeyboardInterrupt, SystemExit):
+            with contextlib.suppress(Exception):  # else the connection would be of no use any more
+                self.cancel()
+                while not reply.done():
+                    self.receive(_BRIEF)
+                reply.exception()
+            raise
+
+    def ask(self, sql: str, patience: float) -> list[Text]:
+        """The rows of the last of several statements, as text. Raises Refused, or TimeoutError."""
+        self.write(query(sql))
+        answer = b""
+        while (rows := rows_of(answer)) is None:
+            data = self._read(patience)
+            if data is None:
+                raise TimeoutError
+            if not data:
+                self._hang_up()
+                raise Refused("the server has closed the connection", None)
+            answer += data
+        return rows
+
+    def _read(self, patience: float | None) -> bytes | None:
+        """What has come; empty: the server has hung up; None: nothing within so many seconds."""
+        data, self._early = self._early, b""
+        until = None if patience is None else _perf_counter() + patience
+        while not data:
+            try:
+                data = self._sock.recv(_SIZE)
+                if not data:
+                    return data
+            except (BlockingIOError, ssl.SSLWantReadError):
+                left = _SLICE if until is None else min(_SLICE, until - _perf_counter())
+                if left <= 0:
+                    return None
+                until_ready(self._sock.fileno(), False, left)
+            except OSError:
+                return b""
+        self._end = (self._end + data[-6:])[-6:]
+        return data
+
+    def _hang_up(self) -> None:
+        if not self.closed:
+            self._sock.close()
+            self._protocol.connection_lost(None)
+
+    # -- what the harness wants to know -------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._sock.fileno() < 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def standing(self) -> int:
+        return UNKNOWN if self.closed else state_after(self._end)
+
+    @property
+    def info(self) -> Any:
+        """What libpq's drivers say of a connection."""
+        address, parameters = self.how["addr"], self.how["params"]
+        if isinstance(address, str):
+            host, port = os.path.dirname(address), address.rpartition(".")[2]
+        else:
+            host, port = address
+        return SimpleNamespace(
+            host=host,
+            port=int(port),
+            dbname=parameters.database or parameters.user,
+            user=parameters.user,
+            transaction_status=self.standing,
+            backend_pid=self._protocol.get_server_pid(),
+        )
+
+    def cancel(self) -> None:
+        """End the statement that runs."""
+        pid, secret = self._protocol.backend_pid, self._protocol.backend_secret
+        with _connected(self.how["addr"]) as sock:
+            sock.sendall(cancel_request(pid, secret))
+            sock.recv(1)
+
+    def say(self, command: str) -> None:
+        """Let asyncpg send a command. Raises what that makes of the answer."""
+        with contextlib.suppress(StopIteration):
+            prompt(self._protocol.query(command, None), self).send(None)
+
+    def add_notice_handler(self, handler: Callable[[Any], object]) -> None:
+        """It gets objects with a `source_function`."""
+        self._listeners.append(handler)
+
+    def notice(self, fields: Mapping[str, str]) -> None:
+        for handler in self._listeners:
+            handler(SimpleNamespace(source_function=fields.get("R")))
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------
+
+
+class PromptLoop:
+    """What asyncpg opens a connection in: for everything else it is the loop that it is given.
+
+    loop: None where none runs and nothing but a connection is wanted. patience: seconds in which not a byte comes from
+    the server before it is given up.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop | None, how: Mapping[str, Any], patience: float = _TO_CONNECT
+    ) -> None:
+        self._loop = loop
+        self._how = how
+        self._patience = patience
+        self._newest: Prompt | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def create_future(self) -> Reply:
+        return Reply(loop=self._loop or self)  # type: ignore[arg-type]  # all that a future wants of one is below
+
+    def get_debug(self) -> bool:
+        return self._loop is not None and self._loop.get_debug()
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        if self._loop is not None:
+            return self._loop.call_soon(callback, *args, context=context)
+        return None  # it would look after a time limit, and there is none
+
+    async def create_connection(self, factory: Callable[[], Any], host: str, port: int, *, ssl: Any = None) -> Any:
+        sock = _connected((host, port))
+        try:
+            return self._begun(ssl.wrap_socket(sock, server_hostname=host) if ssl else sock, factory())
+        except BaseException:
+            sock.close()
+            raise
+
+    async def create_unix_connection(self, factory: Callable[[], Any], path: str) -> Any:
+        return self._begun(_connected(path), factory())
+
+    def _begun(self, sock: socket.socket, protocol: Any) -> tuple[Prompt, Any]:
+        self._newest = Prompt(sock, protocol, self._how)
+        protocol.connection_made(self._newest)
+        return self._newest, protocol
+
+    async def start_tls(self, transport: Prompt, protocol: Any, context: Any, *, server_hostname: str) -> Prompt:
+        plain = transport._sock
+        plain.settimeout(_TO_CONNECT)
+        self._newest = Prompt(context.wrap_socket(plain, server_hostname=server_hostname), protocol, self._how)
+        return self._newest
+
+    def await_reply(self, reply: Reply) -> None:
+        while not reply.done():
+            assert self._newest is not None
+            self._newest.receive(self._patience)
+
+
+def _connected(address: Any) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, _TO_CONNECT)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(_TO_CONNECT)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@types.coroutine
+def prompt(coroutine: Coroutine[Any, Any, Any], source: Prompt | PromptLoop) -> Generator[Any, Any, Any]:
+    """Run a coroutine of asyncpg: what it awaits of that connection comes at once, anything else from the loop."""
+    go_on = functools.partial(coroutine.send, None)
+    while True:
+        try:
+            awaited = go_on()
+        except StopIteration as done:
+            return done.value
+        if isinstance(awaited, Reply):
+            awaited._asyncio_future_blocking = False
+            try:
+                source.await_reply(awaited)
+            except BaseException:
+                coroutine.close()
+                raise
+            go_on = functools.partial(coroutine.send, None)
+            continue
+        try:
+            answer = yield awaited
+        except BaseException as problem:
+            go_on = functools.partial(coroutine.throw, problem)
+        else:
+            go_on = functools.partial(coroutine.send, answer)
