@@ -385,7 +385,7 @@ class PostgresDatabase:
         ]
         if locks:
             return f"locks {', '.join(sorted(told))}"
-        open_ = any(h.owner is owner and standing(h.raw) in (IN_TRANSACTION, FAILED) for h in self.handles.values())
+        open_ = any(standing(each.raw) in (IN_TRANSACTION, FAILED) and not each.fresh for each in mine)
         return BEGUN if open_ else ""
 
     def waits(self, owner: object) -> str:

@@ -42,6 +42,8 @@ class Handle:
     """Its commits may pass unseen: then it is looked at before each boundary whether its transaction has ended."""
     open: bool = False
     """A transaction was open after its last statement."""
+    fresh: bool = False
+    """And nothing has been asked in it yet: it has no snapshot, and nobody can notice it."""
     failed: bool = False
     """And that had failed: it can only be rolled back."""
     wrote: bool = False
@@ -63,6 +65,7 @@ class Handle:
 
     def ran(self, words: Sequence[str]) -> None:
         """Commands of these names have run."""
+        self.fresh = False
         self.altered = self.altered or not _HARMLESS.issuperset(words)
         self.wrote = self.wrote or not WRITERS.isdisjoint(words)
 

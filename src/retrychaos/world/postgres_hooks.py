@@ -1,8 +1,8 @@
 """Hooks on psycopg 3, psycopg2 and asyncpg: every statement and commit of a job on a PostgreSQL connection is a step.
 
 psycopg 3 and asyncpg are written in Python, so their classes are patched (see also postgres_async.py and
-postgres_asyncpg.py). The classes of psycopg2 cannot be: its connections get another cursor class, SQLAlchemy's proxy of a
-connection tells of commits, and what passes both is noticed at the next boundary by the state of the transaction.
+postgres_asyncpg.py). The classes of psycopg2 cannot be: its connections get another cursor class, SQLAlchemy's proxy of
+a connection tells of commits, and what passes both is noticed at the next boundary by the state of the transaction.
 Connections are followed when they leave SQLAlchemy's pool, plain ones at their first statement.
 """
 
@@ -448,6 +448,7 @@ class PostgresSource:
         try:
             with self._in_the_server(handle):
                 yield
+            self._stage.observed()  # types, which stay as they are
         finally:
             database.settle(handle)
             handle.failed = standing(raw) == FAILED
@@ -463,6 +464,7 @@ class PostgresSource:
         self._isolate(handle, text.upper())
         yield
         database.executed(handle, tags(cursor), was_idle=False)
+        handle.fresh = handle.open
 
     @contextlib.contextmanager
     def _in_the_server(self, handle: Handle) -> Iterator[None]:
