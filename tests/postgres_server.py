@@ -70,8 +70,9 @@ def _account() -> dict[str, Any]:
 class Postgres:
     """A running server. Databases are made one for each test, and are empty."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, port: int = 5432) -> None:
         self.folder = folder
+        self.port = port
 
     def url(self, database: str, driver: str = "psycopg") -> str:
         return f"postgresql+{driver}://postgres@/{database}?host={self.folder}"
@@ -79,7 +80,9 @@ class Postgres:
     def run(self, sql: str, database: str = "postgres") -> list[tuple[Any, ...]]:
         import psycopg
 
-        with psycopg.connect(host=self.folder, user="postgres", dbname=database, autocommit=True) as connection:
+        with psycopg.connect(
+            host=self.folder, port=self.port, user="postgres", dbname=database, autocommit=True
+        ) as connection:
             cursor = connection.execute(sql.encode())
             return cursor.fetchall() if cursor.description else []
 
@@ -95,8 +98,8 @@ class Postgres:
 
 
 @contextmanager
-def running_server() -> Iterator[Postgres]:
-    """Start a server. Skips the test where none is installed."""
+def running_server(port: int | None = None) -> Iterator[Postgres]:
+    """Start a server. Skips the test where none is installed. port: also listen there, with TLS for who wants it."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("no PostgreSQL server installed (looked for initdb and postgres)")
@@ -115,7 +118,12 @@ def running_server() -> Iterator[Postgres]:
         if made.returncode:
             raise RuntimeError(f"initdb failed: {made.stderr}")
         with Path(folder, "data", "postgresql.auto.conf").open("a") as settings:
-            for name, value in {**SETTINGS, "unix_socket_directories": folder}.items():
+            more = (
+                {}
+                if port is None
+                else {"listen_addresses": "127.0.0.1", "port": str(port), **_certificate(folder, account)}
+            )
+            for name, value in {**SETTINGS, "unix_socket_directories": folder, **more}.items():
                 settings.write(f"{name} = '{value}'\n")
         command = ["/bin/sh", "-c", _KEEPER, f"{binaries}/postgres", folder]
         keeper = subprocess.Popen(
@@ -127,7 +135,7 @@ def running_server() -> Iterator[Postgres]:
             start_new_session=True,  # a signal for all processes of the terminal must not end it before its work
             **account,
         )
-        server = Postgres(folder)
+        server = Postgres(folder, port or 5432)
         _wait_until_up(server, keeper)
         yield server
     finally:
@@ -135,6 +143,18 @@ def running_server() -> Iterator[Postgres]:
             keeper.stdin.close()
             keeper.wait(20)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _certificate(folder: str, account: dict[str, Any]) -> dict[str, str]:
+    """Settings for TLS, with a certificate that was made for this server."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl installed to make a certificate with")
+    key, certificate = f"{folder}/data/server.key", f"{folder}/data/server.crt"
+    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True, **account)
+    os.chmod(key, 0o600)
+    return {"ssl": "on", "ssl_key_file": key, "ssl_cert_file": certificate}
 
 
 def _wait_until_up(server: Postgres, keeper: subprocess.Popen[bytes]) -> None:

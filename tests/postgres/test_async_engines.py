@@ -500,6 +500,7 @@ def test_a_connection_from_before_the_check_with_an_open_transaction(check: Chao
 
             with pytest.raises(ChaosError):
                 check.explore(job)
+        await engine.dispose()
 
     asyncio.run(test())
 
@@ -514,6 +515,7 @@ def test_a_test_that_is_itself_a_coroutine(check: Chaos, engine: AsyncEngine) ->
             report = check(duplicates=2).explore(lock_and_bill, engine)
             assert report.verdict == "proven", full_text(report)
             assert await db.scalar(text("SELECT count(*) FROM invoices")) == 1
+        await engine.dispose()
 
     asyncio.run(test())
 

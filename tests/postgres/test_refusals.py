@@ -90,12 +90,11 @@ def test_a_role_that_cannot_put_rows_back_is_refused(
         postgres_server.run(f"DROP OWNED BY {role}; DROP ROLE {role}", postgres)
 
 
-@pytest.mark.parametrize("driver", ["asyncpg", "pg8000"])
-def test_other_drivers_are_refused(check: Chaos, shop: Engine, driver: str) -> None:
-    shop.dialect.driver, before = driver, shop.dialect.driver  # the driver itself need not be installed
+def test_other_drivers_are_refused(check: Chaos, shop: Engine) -> None:
+    shop.dialect.driver, before = "pg8000", shop.dialect.driver  # the driver itself need not be installed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retrychaos.world.sql.driver_of", lambda raw: driver)
-        with pytest.raises(WorldError, match=rf"driver '{driver}' are not covered yet.*postgresql\+psycopg://"):
+        patch.setattr("retrychaos.world.sql.driver_of", lambda raw: "pg8000")
+        with pytest.raises(WorldError, match=r"driver 'pg8000' are not covered.*postgresql\+psycopg://"):
             check.check(finish, shop)
     shop.dialect.driver = before
     assert status(shop) == "new"

@@ -335,14 +335,14 @@ class SqlSource:
     def _refuse_dialect(self, connection: Connection) -> None:
         dialect = connection.dialect
         remedy = (
-            "Use a synchronous engine on psycopg 3 (postgresql+psycopg://) or psycopg2 (postgresql+psycopg2://)"
+            "Use psycopg 3 (postgresql+psycopg://, for async engines, too), psycopg2 or asyncpg"
             if dialect.name == "postgresql"
             else "Use an engine on SQLite (a file, or in memory with StaticPool), for instance chaos.sql, or PostgreSQL"
         )
         self._stage.refuse(
             WorldError(
                 f"{connection.engine.url.render_as_string()}: databases of the kind '{dialect.name}' with the driver "
-                f"'{dialect.driver}' are not covered yet, and the check never touches a database that it cannot put "
+                f"'{dialect.driver}' are not covered, and the check never touches a database that it cannot put "
                 f"back. {remedy}."
             )
         )
