@@ -30,9 +30,16 @@ SCHEMA = (
 
 @pytest.fixture
 def connect(postgres_server: Postgres, postgres: str) -> Connect:
-    """Both asyncpg.connect and asyncpg.create_pool, which can be awaited or entered."""
+    """asyncpg.create_pool."""
     postgres_server.run(SCHEMA, postgres)
-    return functools.partial(asyncpg.create_pool, host=postgres_server.folder, user="postgres", database=postgres)
+    where = {"host": postgres_server.folder, "user": "postgres", "database": postgres}
+    return functools.partial(asyncpg.create_pool, **where, min_size=1)
+
+
+async def alone(connect: Connect) -> Any:
+    """A connection outside of a pool."""
+    where = {name: value for name, value in connect.keywords.items() if name != "min_size"}  # type: ignore[attr-defined]
+    return await asyncpg.connect(**where)
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ async def no_transaction(connect: Connect) -> None:
 
 
 async def a_connection_alone(connect: Connect) -> None:
-    db = await asyncpg.connect(**connect.keywords)  # type: ignore[attr-defined]
+    db = await alone(connect)
     try:
         async with db.transaction():
             if await db.execute("UPDATE orders SET status = 'done' WHERE id = 1 AND status = 'new'") == "UPDATE 1":
@@ -252,8 +259,13 @@ async def advisory_too_late(connect: Connect) -> None:
 
 async def left_open(connect: Connect) -> None:
     """The process ends, and its connection with it."""
-    db = await asyncpg.connect(**connect.keywords)  # type: ignore[attr-defined]
+    db = await alone(connect)
     await db.execute("INSERT INTO once VALUES ('7', 1) ON CONFLICT DO NOTHING")
+
+
+async def pool_of_ten(connect: Connect) -> None:
+    """As many as asyncpg opens by itself."""
+    await locked(functools.partial(connect, min_size=10))
 
 
 async def tasks(connect: Connect) -> None:
@@ -262,13 +274,13 @@ async def tasks(connect: Connect) -> None:
             await db.execute("INSERT INTO once VALUES ($1, 1) ON CONFLICT DO NOTHING", key)
             await asyncio.sleep(0.01)
 
-    async with connect(min_size=1, max_size=2) as pool:
+    async with connect(max_size=2) as pool:
         await asyncio.gather(*(add(pool, str(each)) for each in range(3)))
 
 
 GOOD: list[Job] = [
     *(locked, a_connection_alone, savepoint, given_up, prepared, no_cache, many, cursor, cursor_by_hand),
-    *(several_at_once, read_by_copy, kinds_of_values, advisory, left_open, tasks),
+    *(several_at_once, read_by_copy, kinds_of_values, advisory, left_open, pool_of_ten, tasks),
 ]
 TORN: list[Job] = [no_transaction, two_transactions, prepared_outside, many_anew, copied_anew]
 RACY: list[Job] = [not_locked, snapshot, advisory_too_late]
@@ -463,7 +475,7 @@ def test_a_job_that_changes_the_schema(check: Chaos, connect: Connect) -> None:
 def test_work_left_uncommitted(check: Chaos, connect: Connect) -> None:
     async def job(connect: Connect) -> None:
         await many(connect)
-        db = await asyncpg.connect(**connect.keywords)  # type: ignore[attr-defined]
+        db = await alone(connect)
         await db.transaction().start()
         await db.execute("INSERT INTO invoices (ord) VALUES (1)")
 
@@ -506,6 +518,8 @@ def test_a_server_on_a_port(twice: Chaos, far_server: Postgres, mode: str) -> No
             assert await encrypted(connect) == (mode != "disable")
             await locked(connect)
 
-        report = twice.explore(job, connect)
+        chaos = twice(scratch=[f"postgresql://127.0.0.1:{far_server.port}/{name}"])
+        report = chaos.explore(job, connect)
         assert report.verdict == "proven", full_text(report)
-        assert findings(twice.explore(not_locked, connect)) == {("duplicated", "invoices")}
+        far_server.run("UPDATE orders SET status = 'new'", name)
+        assert findings(chaos.explore(not_locked, connect)) == {("duplicated", "invoices")}

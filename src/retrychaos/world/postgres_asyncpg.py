@@ -6,6 +6,7 @@ Everything that its connections, cursors, prepared statements and pools want of 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import re
@@ -67,9 +68,11 @@ class Asyncpg:
         """(class or module, name, what makes a hook of the original)"""
         from asyncpg import connect_utils
         from asyncpg.connection import Connection
+        from asyncpg.pool import Pool
         from asyncpg.protocol import Protocol
 
         yield connect_utils, "_connect_addr", self._connect_addr
+        yield Pool, "_acquire", self._acquire
         yield Connection, "_introspect_types", self._introspect
         yield Connection, "_introspect_type", self._introspect
         yield Connection, "_process_log_message", self._process_log_message
@@ -109,6 +112,15 @@ class Asyncpg:
             return connection
 
         return _connect_addr
+
+    def _acquire(self, original: Any) -> Any:
+        @functools.wraps(original)
+        async def _acquire(pool: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stage.running and pool._loop is not asyncio.get_running_loop():
+                self._stage.refuse(WorldError(_ELDER))  # before it has one: the test could not close its pool any more
+            return await original(pool, *args, **kwargs)
+
+        return _acquire
 
     def _introspect(self, original: Any) -> Any:
         """asyncpg asks the catalog how to read values of a type."""
