@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -127,6 +127,10 @@ def anything(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 async def charge_async(amount: int) -> None: ...
+
+
+async def charges_one_by_one(amount: int) -> AsyncIterator[int]:
+    yield amount
 
 
 def hidden_async(amount: int) -> Any:
@@ -631,8 +635,7 @@ def test_a_wrong_key_lists_the_parameters(rig: Rig) -> None:
         (Gateway(), "balance", "property"),
         (Gateway(), "name", "not callable"),
         (HERE, "Gateway", "is a class"),
-        (HERE, "charge_async", "async jobs are not covered yet"),
-        (types.SimpleNamespace(send=mock.AsyncMock()), "send", "async jobs are not covered yet"),
+        (HERE, "charges_one_by_one", "asynchronous generator: .* Watch the function that it calls"),
         ([], "append", "cannot be replaced"),
         (dict, "get", "cannot be replaced"),
     ],
@@ -667,7 +670,7 @@ def test_watching_within_a_check(rig: Rig) -> None:
 
 def test_a_function_that_returns_a_coroutine_is_refused(rig: Rig) -> None:
     rig.watch(HERE, "hidden_async")
-    with pytest.raises(OptionError, match="async"):
+    with pytest.raises(OptionError, match="something to be awaited, and does not say so"):
         rig.run(hidden_async, 1)
 
 

@@ -11,7 +11,8 @@ import functools
 import inspect
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,7 +23,8 @@ from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import copied, plain, short
 from retrychaos.world.interception import Patch, patches, try_out
 from retrychaos.world.resource import Blob, Plain, Stage
-from retrychaos.world.targets import Target, check_key, locate, no_async, owner_name
+from retrychaos.world.silence import silence
+from retrychaos.world.targets import Target, check_key, locate, owner_name
 
 MISSING: Final = object()
 """No result was declared: the call goes through."""
@@ -332,7 +334,49 @@ class Calls(Plain):
     ) -> Any:
         """A watched call in a running delivery. `first` is the instance or class, which the receiver does not see."""
         __tracebackhide__ = True
+        performed = functools.partial(self._perform, watched, through, first, args, kwargs)
+        if watched.target.asynchronous:
+            return self._arrive_when_awaited(watched, performed, args, kwargs)
+        call, row = self._announce(watched, args, kwargs)
+        with self._covering():
+            value = performed(row)
+        if inspect.isawaitable(value):
+            _dismiss(value)
+            self._stage.refuse(
+                OptionError(
+                    f"{watched.label} gives something to be awaited, and does not say so: it is no 'async def', so it "
+                    "cannot be told when its effect happens. Watch the function that it calls."
+                )
+            )
+        self._record(watched, call, row, value)
+        self._stage.strike(LOST_REPLY, _no_reply)
+        if watched.result is not MISSING:
+            self._stage.observed(value)
+        return value
+
+    async def _arrive_when_awaited(
+        self, watched: Watched, performed: Callable[[Row], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        __tracebackhide__ = True
+        async with self._stage.gate.passing(real=False):
+            call, row = self._announce(watched, args, kwargs)
+            with self._covering():
+                value = performed(row)
+            if inspect.isawaitable(value):
+                value = await self._covered(_awaited(value))
+            self._record(watched, call, row, value)
+        await silence(None, lambda: self._stage.strike(LOST_REPLY, _no_reply))
+        if watched.result is not MISSING:
+            self._stage.observed(value)
+        return value
+
+    @property
+    def _stage(self) -> Stage:
         assert self.stage is not None
+        return self.stage
+
+    def _announce(self, watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Row]:
+        __tracebackhide__ = True
         try:
             call = watched.understand(args, kwargs)
         except TypeError:
@@ -342,21 +386,23 @@ class Calls(Plain):
             call = Call(copied(args), copied(kwargs), {})
         row = watched.row(call)
         watched.seen = True
-        self.stage.step("call", self, watched.label, watched.text(args, kwargs))
-        self.stage.strike(ERROR, lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
-        with self._covering():
-            if watched.result is MISSING:
-                value = through(*first, *args, **kwargs)
-            else:
-                value = self._answer(watched, row, args, kwargs)
-        if inspect.iscoroutine(value) or inspect.isawaitable(value):
-            _dismiss(value)
-            self.stage.refuse(no_async(watched.label))
-        self._record(watched, call, row, value)
-        self.stage.strike(LOST_REPLY, lambda: TimeoutError("timed out"))
-        if watched.result is not MISSING:
-            self.stage.observed(value)
-        return value
+        self._stage.step("call", self, watched.label, watched.text(args, kwargs))
+        self._stage.strike(ERROR, lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
+        return call, row
+
+    def _perform(
+        self,
+        watched: Watched,
+        through: Callable[..., Any],
+        first: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        row: Row,
+    ) -> Any:
+        __tracebackhide__ = True
+        if watched.result is MISSING:
+            return through(*first, *args, **kwargs)
+        return self._answer(watched, row, args, kwargs)
 
     def _answer(self, watched: Watched, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
@@ -371,7 +417,6 @@ class Calls(Plain):
         return result(*args, **kwargs) if callable(result) else copied(result)
 
     def _record(self, watched: Watched, call: Call, row: Row, value: Any) -> None:
-        assert self.stage is not None
         self.log.append((watched, call))
         keep = row[0] is not None and watched.result is not MISSING
         before = self._at(watched)
@@ -379,7 +424,7 @@ class Calls(Plain):
         if after is not before:
             self._received[watched.relation] = after
             self._stale = True
-        self.stage.touched(self)
+        self._stage.touched(self)
 
     @contextmanager
     def _covering(self) -> Iterator[None]:
@@ -398,6 +443,31 @@ class Calls(Plain):
                 self._depths.pop(thread, None)
                 for hook in self.leaving:
                     hook()
+
+    @types.coroutine
+    def _covered(self, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run a coroutine. What other tasks do while it waits is not covered by its declaration."""
+        go_on = functools.partial(coroutine.send, None)
+        while True:
+            with self._covering():
+                try:
+                    awaited = go_on()
+                except StopIteration as done:
+                    return done.value
+            try:
+                answer = yield awaited
+            except BaseException as problem:
+                go_on = functools.partial(coroutine.throw, problem)
+            else:
+                go_on = functools.partial(coroutine.send, answer)
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _no_reply() -> Exception:
+    return TimeoutError("timed out")
 
 
 def _dismiss(awaitable: Any) -> None:

@@ -132,17 +132,18 @@ _DISPATCH = "retrychaos: the dispatcher goes here"
 
 
 @functools.cache
-def _template(free: int) -> types.CodeType:
+def _template(free: int, asynchronous: bool) -> types.CodeType:
     """Code that calls a constant, with as many free variables as the closure that it will be put on has cells."""
+    define, give = ("async def", "return await") if asynchronous else ("def", "return")
     names = [f"cell{number}" for number in range(free)]
     mention = f"        if 0: ({', '.join(names)},)\n" if names else ""
     source = (
         f"def outer({', '.join(names)}):\n"
-        "    def trampoline(*args, **kwargs):\n"
+        f"    {define} trampoline(*args, **kwargs):\n"
         f"{mention}"
         "        __tracebackhide__ = True\n"
         f"        dispatch = {_DISPATCH!r}\n"
-        "        return dispatch(*args, **kwargs)\n"
+        f"        {give} dispatch(*args, **kwargs)\n"
         "    return trampoline\n"
     )
     namespace: dict[str, Any] = {}
@@ -154,7 +155,7 @@ def _template(free: int) -> types.CodeType:
 
 
 def _trampoline(original: types.CodeType, dispatch: Callable[..., Any]) -> types.CodeType:
-    template = _template(len(original.co_freevars))
+    template = _template(len(original.co_freevars), bool(original.co_flags & inspect.CO_COROUTINE))
     consts = tuple(dispatch if const == _DISPATCH else const for const in template.co_consts)
     return template.replace(co_consts=consts, co_name=original.co_name, co_qualname=original.co_qualname)
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retrychaos.model.errors import OptionError
@@ -47,6 +47,8 @@ class Target:
     """Without ``self`` or ``cls``."""
     receives: bool
     """Its first argument is the instance or class."""
+    asynchronous: bool = field(default=False, kw_only=True)
+    """It gives an awaitable: the call is made when that is awaited."""
 
     def overlaps(self, other: Target) -> bool:
         raise NotImplementedError
@@ -98,6 +100,13 @@ class Attribute(Target):
 
 
 def locate(owner: object, name: str) -> Target:
+    """What is to be caught. Raises OptionError."""
+    found = _locate(owner, name)
+    function = found.function if isinstance(found, Function) else found.original  # type: ignore[attr-defined]
+    return replace(found, asynchronous=_is_async(function) or _is_async(getattr(owner, name)))
+
+
+def _locate(owner: object, name: str) -> Target:
     label = f"{owner_name(owner)}.{name}"
     found, place = _lookup(owner, name, label)
     if isinstance(found, property | functools.cached_property):
@@ -105,7 +114,7 @@ def locate(owner: object, name: str) -> Target:
     if isinstance(found, type):
         raise OptionError(f"{label} is a class: watch one of its methods, e.g. watch({found.__name__}, '__init__').")
     inner = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-    _refuse_async(inner, label)
+    _refuse_stream(inner, label)
     if isinstance(inner, types.FunctionType):
         return _target_of(owner, name, found, inner, place)
     if isinstance(inner, types.MethodType) and isinstance(inner.__func__, types.FunctionType):
@@ -114,7 +123,7 @@ def locate(owner: object, name: str) -> Target:
     binds = place != "plain" and hasattr(type(found), "__get__")
     if isinstance(dunder, types.FunctionType) and not binds:
         # An object that is called: all references to it lead to the __call__ of its class.
-        _refuse_async(dunder, label)
+        _refuse_stream(dunder, label)
         return Function(signature_of(inner), True, dunder, Only(inner))
     if not callable(found) and not (binds and callable(getattr(owner, name))):
         raise OptionError(f"{label} is not callable: {short(found)}.")
@@ -177,17 +186,19 @@ def _without_first(signature: inspect.Signature | None) -> inspect.Signature | N
     return signature.replace(parameters=parameters)
 
 
-def _refuse_async(function: Any, label: str) -> None:
-    inner = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
+def _is_async(function: Any) -> bool:
     mock = sys.modules.get("unittest.mock")
+    inner = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
     is_mock = mock is not None and isinstance(function, mock.AsyncMock)
-    for each in (function, inner):
-        if is_mock or inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
-            raise no_async(label)
+    return is_mock or any(map(inspect.iscoroutinefunction, (function, inner)))
 
 
-def no_async(label: str) -> OptionError:
-    return OptionError(f"{label} is async: async jobs are not covered yet, so its calls cannot be watched.")
+def _refuse_stream(function: Any, label: str) -> None:
+    if any(map(inspect.isasyncgenfunction, (function, inspect.unwrap(function) if callable(function) else function))):
+        raise OptionError(
+            f"{label} is an asynchronous generator: there is no one moment at which its effect happens, so its calls "
+            "cannot be watched. Watch the function that it calls for each effect."
+        )
 
 
 def check_key(target: Target, key: str | None, label: str) -> None:
