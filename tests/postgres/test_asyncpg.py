@@ -429,6 +429,47 @@ def test_a_lost_reply(check: Chaos, connect: Connect) -> None:
     assert "lost reply: ConnectionDoesNotExistError: connection was closed" in full_text(report)
 
 
+async def again_on_the_same_connection(connect: Connect, **limits: float) -> None:
+    """asyncpg gives up by itself; the statement may have been done all the same."""
+    async with connect(**limits) as pool, pool.acquire() as db, db.transaction():
+        if await db.fetchval(f"{LOOK} FOR UPDATE", 1) == "new":
+            for attempt in (1, 2):
+                try:
+                    await db.execute("INSERT INTO invoices (ord) VALUES ($1)", 1)
+                    break
+                except TimeoutError:
+                    if attempt == 2:
+                        raise
+            await db.execute("UPDATE orders SET status = 'done' WHERE id = 1")
+
+
+def test_who_tries_again_after_a_timeout(check: Chaos, connect: Connect) -> None:
+    check = check(faults=True, crashes=0)
+    assert check.explore(again_on_the_same_connection, connect).verdict == "proven"
+
+
+def test_who_tries_again_after_a_timeout_of_its_own(check: Chaos, connect: Connect) -> None:
+    check = check(faults=True, crashes=0)
+    report = check.explore(again_on_the_same_connection, connect, command_timeout=5)
+    assert findings(report) == {("duplicated", "invoices")}, full_text(report)
+    assert report.findings[0].plan.faults == ("lost reply",)
+
+
+def test_who_takes_a_timeout_for_done(check: Chaos, connect: Connect) -> None:
+    """It waited for a lock, and nothing was done."""
+
+    async def job(connect: Connect) -> None:
+        async with connect() as pool:
+            try:
+                await pool.execute("UPDATE orders SET status = 'done' WHERE id = 1", timeout=2)
+            except TimeoutError:
+                pass
+
+    report = check(faults=True, crashes=0).explore(job, connect)
+    assert findings(report) == {("lost", "orders")}, full_text(report)
+    assert report.findings[0].plan.faults == ("lock timeout",)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -145,10 +145,13 @@ class Asyncpg:
 
     # -- statements ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, protocol: Any) -> Prompt | None:
+    def _follow(self, protocol: Any, timeout: float | None = None) -> Prompt | None:
         raw = _prompt_of(protocol)
-        if raw is None and not self._steps.looks_away():
-            self._stage.refuse(WorldError(_ELDER))
+        if raw is None:
+            if not self._steps.looks_away():
+                self._stage.refuse(WorldError(_ELDER))
+        elif not self._steps.looks_away():
+            raw.limit = timeout or raw.connection._config.command_timeout
         return raw
 
     def _prepare(self, original: Any) -> Any:
@@ -169,9 +172,9 @@ class Asyncpg:
 
     def _query(self, original: Any) -> Any:
         @functools.wraps(original)
-        async def query(protocol: Any, query: str, *args: Any, **kwargs: Any) -> Any:
-            raw = self._follow(protocol)
-            asking = functools.partial(original, protocol, query, *args, **kwargs)
+        async def query(protocol: Any, query: str, timeout: Any) -> Any:
+            raw = self._follow(protocol, timeout)
+            asking = functools.partial(original, protocol, query, timeout)
             if raw is None or self._steps.looks_away():
                 return await _answered(raw, asking())
             said = _Said()
@@ -195,7 +198,7 @@ class Asyncpg:
         async def bind_execute(
             protocol: Any, state: Any, args: Any, portal_name: str, limit: int, return_extra: bool, timeout: Any
         ) -> Any:
-            raw = self._follow(protocol)
+            raw = self._follow(protocol, timeout)
             asking = functools.partial(original, protocol, state, args, portal_name, limit)
             if raw is None or self._steps.looks_away():
                 return await _answered(raw, asking(return_extra, timeout))
@@ -211,7 +214,7 @@ class Asyncpg:
         async def execute(
             protocol: Any, state: Any, portal_name: str, limit: int, return_extra: bool, timeout: Any
         ) -> Any:
-            raw = self._follow(protocol)
+            raw = self._follow(protocol, timeout)
             asking = functools.partial(original, protocol, state, portal_name, limit)
             if raw is None or self._steps.looks_away():
                 return await _answered(raw, asking(return_extra, timeout))

@@ -32,11 +32,12 @@ _ALL_GONE = "; ".join(
         "DISCARD SEQUENCES",
     )
 )
-DEADLOCK_DETECTED, SERIALIZATION_FAILURE, LOCK_NOT_AVAILABLE = "40P01", "40001", "55P03"
+DEADLOCK_DETECTED, SERIALIZATION_FAILURE, LOCK_NOT_AVAILABLE, QUERY_CANCELED = "40P01", "40001", "55P03", "57014"
 _REFUSALS = {
     DEADLOCK_DETECTED: "deadlock detected",
     SERIALIZATION_FAILURE: "could not serialize access due to concurrent update",
     LOCK_NOT_AVAILABLE: "canceling statement due to lock timeout",
+    QUERY_CANCELED: "canceling statement due to user request",
 }
 HURRY = "SET deadlock_timeout = '1ms'"
 """Let the server look early for deliveries that wait for each other."""
@@ -245,6 +246,12 @@ def refused(raw: Any, sqlstate: str, ends: bool) -> Exception:
             raw.say("ROLLBACK") if isinstance(raw, Prompt) else raw.rollback()
         return error
     raise AssertionError(f"the server has not refused {words!r}")
+
+
+def time_limit(raw: Any) -> float | None:
+    """Seconds after which the driver itself gives up the statement that runs, if it does. The connection is as good
+    as before then."""
+    return raw.limit if isinstance(raw, Prompt) else None
 
 
 def is_strict(raw: Any) -> bool:

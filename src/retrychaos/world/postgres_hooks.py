@@ -35,6 +35,7 @@ from retrychaos.world.postgres_drivers import (
     DRIVERS,
     HURRY,
     LOCK_NOT_AVAILABLE,
+    QUERY_CANCELED,
     SERIALIZATION_FAILURE,
     TELLING,
     LineError,
@@ -49,6 +50,7 @@ from retrychaos.world.postgres_drivers import (
     refused,
     run,
     standing,
+    time_limit,
 )
 from retrychaos.world.postgres_guard import Guard
 from retrychaos.world.postgres_handle import LOCKING, Handle
@@ -434,8 +436,8 @@ class PostgresSource:
             if handle.cursor is cursor:  # else that was seen when it came back
                 database.executed(handle, tags(cursor), was_idle)
             handle.cursor = None
-        if standing(raw) == IDLE:  # else its work goes with the connection, as if it had not been done
-            self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
+        if standing(raw) == IDLE or time_limit(raw):  # else its work goes with the connection, as if it was not done
+            self._stage.strike(LOST_REPLY, functools.partial(self._no_answer, raw))
 
     @contextlib.contextmanager
     def preparing(self, raw: Any) -> Iterator[None]:
@@ -496,6 +498,8 @@ class PostgresSource:
             kinds.append((CONFLICT, SERIALIZATION_FAILURE))
         if locks and (handle.hasty or "NOWAIT" in said):
             kinds.append((LOCK_TIMEOUT, LOCK_NOT_AVAILABLE))
+        elif locks and time_limit(raw):
+            kinds.append((LOCK_TIMEOUT, QUERY_CANCELED))
         for kind, sqlstate in kinds:
             self._stage.strike(kind, functools.partial(self._refused, raw, sqlstate, ends))
 
@@ -507,7 +511,8 @@ class PostgresSource:
 
     def _refused(self, raw: Any, sqlstate: str, ends: bool) -> Exception:
         with self._aside():
-            return refused(raw, sqlstate, ends)
+            refusal = refused(raw, sqlstate, ends)
+        return TimeoutError() if sqlstate == QUERY_CANCELED else refusal  # its driver has run out of patience
 
     def _guarded(self, database: PostgresDatabase, handle: Handle) -> contextlib.AbstractContextManager[None]:
         """psycopg2 does not come back by itself; where several deliveries run, whoever drives ends its statement."""
@@ -530,6 +535,9 @@ class PostgresSource:
             self._stage.quiet = quiet
             if not busy:
                 self._busy.discard(thread)
+
+    def _no_answer(self, raw: Any) -> Exception:
+        return TimeoutError() if time_limit(raw) else self._lost(raw)
 
     def _lost(self, raw: Any) -> Exception:
         with self._aside():
@@ -608,7 +616,7 @@ class PostgresSource:
             self._stage.observed("committed")
         finally:
             handle.commits = False
-        self._stage.strike(LOST_REPLY, functools.partial(self._lost, raw))
+        self._stage.strike(LOST_REPLY, functools.partial(self._no_answer, raw))
 
     def _observe_error(self, error: Exception) -> None:
         self._stage.observed("error", type(error).__name__, str(getattr(error, "sqlstate", None)))

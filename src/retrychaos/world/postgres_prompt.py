@@ -58,6 +58,8 @@ class Prompt(asyncio.Transport):
         self.how = how
         self.connection: Any = None
         """That of asyncpg, which complains if it is dropped before it is closed."""
+        self.limit: float | None = None
+        """Seconds after which asyncpg gives up the statement that runs."""
         self.announced: tuple[str, int] | None = None
         """What was just prepared, in which step of all."""
         self._sock = sock
