@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from retrychaos.model.errors import WorldError
 from retrychaos.world.postgres_async import Steps, let_others_go_on
 from retrychaos.world.postgres_drivers import below, finish, standing
-from retrychaos.world.postgres_prompt import Prompt, PromptLoop, prompt
+from retrychaos.world.postgres_prompt import Prompt, PromptLoop, Spares, prompt
 from retrychaos.world.postgres_wire import IDLE
 from retrychaos.world.resource import Stage
 
@@ -63,6 +63,7 @@ class Asyncpg:
         self._stage = stage
         self._steps = steps
         self._opened: list[tuple[object, Prompt]] = []
+        self._spares = Spares()
 
     def hooks(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         """(class or module, name, what makes a hook of the original)"""
@@ -95,6 +96,10 @@ class Asyncpg:
                     finish(raw)
         self._opened = [each for each in self._opened if each[0] is not owner]
 
+    def close(self) -> None:
+        """The check is over."""
+        self._spares.close()
+
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _connect_addr(self, original: Any) -> Any:
@@ -103,7 +108,7 @@ class Asyncpg:
             if not (self._stage.running or self._stage.quiet) or isinstance(loop, PromptLoop):
                 return await original(loop=loop, **how)
             self._stage.claim_address(how["addr"])
-            opening = PromptLoop(loop, how)
+            opening = PromptLoop(loop, how, spares=self._spares)
             connection = await prompt(original(loop=opening, **how), opening)
             connection._loop = loop
             raw: Prompt = below(connection)

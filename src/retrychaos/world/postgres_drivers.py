@@ -14,24 +14,10 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from retrychaos.world.postgres_prompt import Prompt, PromptLoop, prompt
-from retrychaos.world.postgres_wire import FAILED, IDLE, IN_TRANSACTION, UNKNOWN, Refused, Text, until_ready
+from retrychaos.world.postgres_wire import ALL_GONE, FAILED, IDLE, IN_TRANSACTION, UNKNOWN, Refused, Text, until_ready
 
 DRIVERS = ("psycopg", "psycopg2", "asyncpg")
 
-_ALL_GONE = "; ".join(
-    (
-        "ROLLBACK",  # and what DISCARD ALL does, which must not be sent together with anything else
-        "CLOSE ALL",
-        "SET SESSION AUTHORIZATION DEFAULT",
-        "RESET ALL",
-        "DEALLOCATE ALL",
-        "UNLISTEN *",
-        "SELECT pg_advisory_unlock_all()",
-        "DISCARD PLANS",
-        "DISCARD TEMP",
-        "DISCARD SEQUENCES",
-    )
-)
 DEADLOCK_DETECTED, SERIALIZATION_FAILURE, LOCK_NOT_AVAILABLE, QUERY_CANCELED = "40P01", "40001", "55P03", "57014"
 _REFUSALS = {
     DEADLOCK_DETECTED: "deadlock detected",
@@ -289,7 +275,7 @@ def clear(raw: Any, then: str = "") -> bool:
             if standing(raw) not in (IDLE, IN_TRANSACTION, FAILED):
                 return False
             run(
-                raw, f"{_ALL_GONE}; {then}" if then else _ALL_GONE
+                raw, f"{ALL_GONE}; {then}" if then else ALL_GONE
             )  # not by the driver, whose lock may be held by the thread that stands still
             prepared = raw._prepared  # what psycopg believes that the server knows
             prepared._names.clear()

@@ -209,6 +209,8 @@ class PostgresSource:
                 with contextlib.suppress(Exception):
                     finish(raw)
         self._spare.clear()
+        if self._asyncpg is not None:
+            self._asyncpg.close()
         self._imports.stop()
         if self._watching:
             self._watching = False

@@ -14,11 +14,13 @@ import socket
 import ssl
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from retrychaos.world.postgres_forks import is_of_parent
 from retrychaos.world.postgres_wire import (
+    ALL_GONE,
     FAILED,
     IDLE,
     IN_TRANSACTION,
@@ -27,6 +29,7 @@ from retrychaos.world.postgres_wire import (
     Refused,
     Text,
     cancel_request,
+    greeting_of,
     query,
     rows_of,
     state_after,
@@ -49,10 +52,18 @@ class Reply(asyncio.Future[Any]):
 class Prompt(asyncio.Transport):
     """The transport below a connection of asyncpg. It stands for that connection where the harness looks at it.
 
-    how: with what asyncpg's `_connect_addr` opens another one like it.
+    how: with what asyncpg's `_connect_addr` opens another one like it. greeting: of the server, if it has said that
+    already. spares: where its session goes when it is closed.
     """
 
-    def __init__(self, sock: socket.socket, protocol: Any, how: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        protocol: Any,
+        how: Mapping[str, Any],
+        greeting: bytes = b"",
+        spares: Spares | None = None,
+    ) -> None:
         sock.setblocking(False)
         super().__init__({"socket": sock, "ssl_object": sock if isinstance(sock, ssl.SSLSocket) else None})
         self.how = how
@@ -63,8 +74,12 @@ class Prompt(asyncio.Transport):
         self.announced: tuple[str, int] | None = None
         """What was just prepared, in which step of all."""
         self._sock = sock
-        self._early = b""
+        self._early = greeting
         """Came while something was sent."""
+        self._is_known = bool(greeting)
+        self._is_over = False
+        self._greeting = b""
+        self._spares = spares
         self._end = b""
         self._listeners: list[Callable[[Any], object]] = []
         self.set_protocol(protocol)
@@ -79,6 +94,15 @@ class Prompt(asyncio.Transport):
         return self._protocol
 
     def write(self, data: Any) -> None:
+        if self._is_known:  # the server need not be asked for what it has said
+            self._is_known = False
+            return
+        if data == TERMINATE:
+            self.close()
+            return
+        self._send(data)
+
+    def _send(self, data: Any) -> None:
         rest = memoryview(data)
         self._end = b""
         while rest:
@@ -111,12 +135,16 @@ class Prompt(asyncio.Transport):
         """The server has let go of everything before this returns, if it listens."""
         if self.closed:
             return
-        if self.standing in (IDLE, IN_TRANSACTION, FAILED):
-            self.write(TERMINATE)
+        if self.standing in (IDLE, IN_TRANSACTION, FAILED) and not (self._spares and self._spares.keep(self)):
+            self._send(TERMINATE)
             until = _perf_counter() + _BRIEF
             while self._read(max(0.0, until - _perf_counter())):
                 pass
         self._hang_up()
+
+    def give_away(self) -> tuple[socket.socket, bytes]:
+        """The socket, and how the server has greeted."""
+        return socket.socket(fileno=self._sock.detach()), greeting_of(self._greeting)
 
     def abort(self) -> None:
         self.close()
@@ -129,6 +157,8 @@ class Prompt(asyncio.Transport):
         if data is None:
             raise TimeoutError
         if data:
+            if self.connection is None:
+                self._greeting += data
             self._protocol.data_received(data)
         else:
             self._hang_up()
@@ -179,7 +209,8 @@ class Prompt(asyncio.Transport):
         return data
 
     def _hang_up(self) -> None:
-        if not self.closed:
+        if not self._is_over:
+            self._is_over = True
             self._sock.close()
             self._protocol.connection_lost(None)
 
@@ -234,6 +265,57 @@ class Prompt(asyncio.Transport):
             handler(SimpleNamespace(source_function=fields.get("R")))
 
 
+class Spares:
+    """Sessions that are as new, for connections that are opened in the same way: to connect takes long, and a pool of
+    asyncpg opens ten of them by itself."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, list[tuple[socket.socket, bytes]]] = {}
+        self._is_over = False
+
+    def keep(self, raw: Prompt) -> bool:
+        """Take over the session of a connection, which is closed. False if it could not be cleared."""
+        key = _key_of(raw.how)
+        if key is None or self._is_over:
+            return False
+        try:
+            raw.ask(ALL_GONE, _BRIEF)
+        except (Refused, TimeoutError):
+            return False
+        if raw.standing != IDLE:
+            return False
+        self._kept.setdefault(key, []).append(raw.give_away())
+        return True
+
+    def take(self, how: Mapping[str, Any]) -> tuple[socket.socket, bytes] | None:
+        kept = self._kept.get(_key_of(how), [])
+        while kept:
+            sock, greeting = kept.pop()
+            if not is_of_parent(sock) and not until_ready(sock.fileno(), False, 0):
+                return sock, greeting
+            sock.close()  # the server has ended it, or it is that of another process
+        return None
+
+    def close(self) -> None:
+        self._is_over = True
+        for kept in self._kept.values():
+            for sock, _ in kept:
+                with contextlib.suppress(OSError):
+                    if not is_of_parent(sock):
+                        sock.send(TERMINATE)
+                sock.close()
+        self._kept.clear()
+
+
+def _key_of(how: Mapping[str, Any]) -> Hashable:
+    """What connections have in common that are opened in the same way; None if that cannot be told."""
+    known = how["params"]
+    if callable(known.password):
+        return None
+    settings = tuple(sorted((known.server_settings or {}).items()))
+    return how["addr"], known.user, known.password, known.database, settings
+
+
 # -- connecting --------------------------------------------------------------------------------------------------------
 
 
@@ -241,15 +323,20 @@ class PromptLoop:
     """What asyncpg opens a connection in: for everything else it is the loop that it is given.
 
     loop: None where none runs and nothing but a connection is wanted. patience: seconds in which not a byte comes from
-    the server before it is given up.
+    the server before it is given up. spares: sessions that may be had instead of new ones.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, how: Mapping[str, Any], patience: float = _TO_CONNECT
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        how: Mapping[str, Any],
+        patience: float = _TO_CONNECT,
+        spares: Spares | None = None,
     ) -> None:
         self._loop = loop
         self._how = how
         self._patience = patience
+        self._spares = spares
         self._newest: Prompt | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -267,18 +354,25 @@ class PromptLoop:
         return None  # it would look after a time limit, and there is none
 
     async def create_connection(self, factory: Callable[[], Any], host: str, port: int, *, ssl: Any = None) -> Any:
+        if ssl is None:
+            return self._begun((host, port), factory())
         sock = _connected((host, port))
         try:
-            return self._begun(ssl.wrap_socket(sock, server_hostname=host) if ssl else sock, factory())
+            self._newest = Prompt(ssl.wrap_socket(sock, server_hostname=host), factory(), self._how)
         except BaseException:
             sock.close()
             raise
+        self._newest.get_protocol().connection_made(self._newest)
+        return self._newest, self._newest.get_protocol()
 
     async def create_unix_connection(self, factory: Callable[[], Any], path: str) -> Any:
-        return self._begun(_connected(path), factory())
+        return self._begun(path, factory())
 
-    def _begun(self, sock: socket.socket, protocol: Any) -> tuple[Prompt, Any]:
-        self._newest = Prompt(sock, protocol, self._how)
+    def _begun(self, address: Any, protocol: Any) -> tuple[Prompt, Any]:
+        spares = self._spares if hasattr(protocol, "get_server_pid") else None  # not while TLS is negotiated
+        spare = spares.take(self._how) if spares else None
+        sock, greeting = spare or (_connected(address), b"")
+        self._newest = Prompt(sock, protocol, self._how, greeting, spares)
         protocol.connection_made(self._newest)
         return self._newest, protocol
 

@@ -19,6 +19,21 @@ IDLE, ACTIVE, IN_TRANSACTION, FAILED, UNKNOWN = range(5)
 _STATES = {b"I": IDLE, b"T": IN_TRANSACTION, b"E": FAILED}
 _READY = b"Z\x00\x00\x00\x05"
 """ReadyForQuery, the last message of each answer; one more byte says how the connection stands."""
+ALL_GONE = "; ".join(
+    (
+        "ROLLBACK",  # and what DISCARD ALL does, which must not be sent together with anything else
+        "CLOSE ALL",
+        "SET SESSION AUTHORIZATION DEFAULT",
+        "RESET ALL",
+        "DEALLOCATE ALL",
+        "UNLISTEN *",
+        "SELECT pg_advisory_unlock_all()",
+        "DISCARD PLANS",
+        "DISCARD TEMP",
+        "DISCARD SEQUENCES",
+    )
+)
+"""After these statements a session is as it was when it began."""
 TERMINATE = b"X\x00\x00\x00\x04"
 _CANCEL = 80877102
 """The code of a CancelRequest."""
@@ -60,6 +75,14 @@ def cancel_request(pid: int, secret: int) -> bytes:
     return struct.pack("!iiii", 16, _CANCEL, pid, secret)
 
 
+def greeting_of(answer: bytes) -> bytes:
+    """What the server says to somebody whom it trusts, of what it has said while a connection was opened."""
+    said = (
+        answer[at:to] for at, to in _places(answer) if answer[at : at + 1] != b"R" or answer[at + 5 : to] == bytes(4)
+    )
+    return b"".join(said)
+
+
 def rows_of(answer: bytes) -> list[Text] | None:
     """The rows of the last statement of a query; None if the answer is not complete yet. Raises Refused."""
     messages = list(_messages(answer)) if state_after(answer) != ACTIVE else []
@@ -79,13 +102,18 @@ def rows_of(answer: bytes) -> list[Text] | None:
 
 def _messages(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """(kind, body) of each whole message."""
+    return ((data[at : at + 1], data[at + 5 : to]) for at, to in _places(data))
+
+
+def _places(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each whole message begins and ends."""
     at = 0
     while at + 5 <= len(data):
-        size = int.from_bytes(data[at + 1 : at + 5], "big")
-        if at + 1 + size > len(data):
+        to = at + 1 + int.from_bytes(data[at + 1 : at + 5], "big")
+        if to > len(data):
             return
-        yield data[at : at + 1], data[at + 5 : at + 1 + size]
-        at += 1 + size
+        yield at, to
+        at = to
 
 
 def _values(body: bytes) -> Iterator[str | None]:
