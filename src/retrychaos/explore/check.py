@@ -19,6 +19,7 @@ from retrychaos.explore.closure import (
     redelivery,
 )
 from retrychaos.explore.company import Around, Cast, Company, Orders, whole_run
+from retrychaos.explore.draws import uuids_in
 from retrychaos.explore.duplicates import Limit, Overlapped, deviation_of, overlap
 from retrychaos.explore.interleaving import OutOfTime
 from retrychaos.explore.interleaving import Scope as Overlap
@@ -234,7 +235,8 @@ class Check:
         steps, limit = len(baseline.run.steps), self._overlap_limit()
         company.around.limit, company.around.spent = limit, OutOfTime
         spaces = not baseline.knows_ids
-        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit, spaces)
+        fixed = uuids_in(baseline.run.facts) & uuids_in(baseline.second.facts)
+        done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit, spaces, fixed)
         report = replace(
             report,
             states=report.states + done.states,

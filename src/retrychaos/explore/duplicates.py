@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,15 +78,17 @@ def overlap(
     steps: int,
     limit: Limit,
     spaces: bool = True,
+    fixed: frozenset[int] = frozenset(),
 ) -> Overlapped:
-    """Explore deliveries of one message that overlap. steps: of a clean run. spaces: see Interleaving."""
+    """Explore deliveries of one message that overlap. steps: of a clean run. spaces, fixed: see Interleaving."""
     alone = next(filter(None, (resource.alone for resource in workshop.world.resources.values())), "")
     if alone:
         return Overlapped(reason=alone)
-    done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), spaces, careful=False)
+    explore = functools.partial(_explore, name, workshop, job, company, start, scope, spaces=spaces, fixed=fixed)
+    done = explore(limit=limit.part(_FOR_SEARCH), careful=False)
     if done is None:
         # What was learned from one delivery did not hold for another, or at another time: tell these apart.
-        done = _explore(name, workshop, job, company, start, scope, limit.part(_FOR_SEARCH), spaces, careful=True)
+        done = explore(limit=limit.part(_FOR_SEARCH), careful=True)
     assert done is not None
     if not done.spent:
         return done
@@ -112,10 +115,11 @@ def _explore(
     scope: Scope,
     limit: Callable[[], float],
     spaces: bool,
+    fixed: frozenset[int],
     careful: bool,
 ) -> Overlapped | None:
     timed = careful or scope.leased
-    search = Interleaving(workshop, job, company, start, scope, limit, shared=not careful, timed=timed, spaces=spaces)
+    search = Interleaving(workshop, job, company, start, scope, limit, not careful, timed, spaces, fixed)
     reason, spent = "", False
     try:
         search.explore()

@@ -8,13 +8,14 @@ was known. States are visited by the number of crashes, so that a counterexample
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from retrychaos.explore.company import Company
-from retrychaos.explore.draws import Draws, Renaming
+from retrychaos.explore.draws import Draws, Renaming, uuids_in
 from retrychaos.explore.learning import Over, Run
 from retrychaos.explore.rules import Rules
 from retrychaos.explore.transitions import (
@@ -35,7 +36,7 @@ from retrychaos.model.ledger import Facts
 from retrychaos.model.plan import ACTS, FAULTS, LOST_REPLY, SHUTDOWN
 from retrychaos.runtime.delivery import HORIZON, LADDER, Job, Workshop
 from retrychaos.runtime.turns import Play
-from retrychaos.world.resource import SerialCounter
+from retrychaos.world.resource import RandomIds, SerialCounter
 from retrychaos.world.world import Saved
 
 MAX_DELIVERIES = 25
@@ -110,7 +111,7 @@ class Interleaving:
     """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime.
 
     shared: see Rules. timed: states are told apart by the time of day; else a job is taken not to go by it. spaces:
-    sequences may give other numbers than usual.
+    sequences may give other numbers than usual. fixed: UUIDs that are the same in each clean run.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class Interleaving:
         shared: bool = True,
         timed: bool = False,
         spaces: bool = True,
+        fixed: frozenset[int] = frozenset(),
     ) -> None:
         self.names = Names(timed, start)
         self._spaces = spaces
+        self._fixed = fixed
         self.runs = 0
         self.moves = 0
         self.bounded = False
@@ -209,11 +212,15 @@ class Interleaving:
         world = self.workshop.world
         self.workshop.clock.set(self._start)
         world.restore(None)
-        counters: list[SerialCounter] = []
+        counters: list[SerialCounter | RandomIds] = []
         for resource in world.resources.values():
             counters += resource.space_serials(len(counters))
-        self.names.draws = Draws(counters)
+        is_known = functools.partial(self._is_known, uuids_in(world.found_facts))
+        self.names.draws = Draws(counters, functools.cache(is_known))
         return world.save() if counters else None
+
+    def _is_known(self, found: frozenset[int], uuid: int) -> bool:
+        return uuid in found or uuid in self._fixed or self.workshop.chance.drew(f"{uuid:032x}")
 
     def _close(self) -> None:
         """All that takes no further crash: what needs few switches between deliveries first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from retrychaos.explore.company import VISITOR_PID
@@ -86,7 +86,7 @@ class Run:
             search.found(key, node, Outcome(0, 0, (), False, node.clock, "blocked"))
             raise Over
         facts = self._play.facts()
-        drawn = self._drawing.look(search.rules.drawn(node), world.resources)
+        drawn = self._drawing.look(search.rules.drawn(node), world.resources, (), facts.values())
         changes, _ = self._changes(node, facts, "", frozenset())
         stirs = tuple(name for name, resource in world.resources.items() if resource.commits > commits.get(name, 0))
         outcome = Outcome(0, 0, changes, bool(stirs), self._clock(node), "", stirs=tuple(sorted(stirs)), drawn=drawn)
@@ -109,7 +109,7 @@ class Run:
             return
         key = search.rules.key(node, index, "kill")
         facts = self._play.facts()
-        drawn = self._draw(node, "")
+        drawn = self._draw(node, "", facts)
         back, stirred, taint = self._come_back(node)
         changes, _ = self._changes(node, facts, "", taint)
         others = self._others(node, back, changes, drawn)
@@ -117,12 +117,13 @@ class Run:
         self._arrive(search.rules.after(node, index, outcome))
         search.found(key, node, outcome)
 
-    def _draw(self, node: Node, touched: str) -> tuple[int, ...]:
-        """Numbers that were drawn from sequences by this move, which has `touched` a resource."""
+    def _draw(self, node: Node, touched: str, facts: Facts, seen: Iterable[object] | None = None) -> tuple[int, ...]:
+        """Numbers that were drawn by this move, which has `touched` a resource, and whose delivery has `seen` that."""
         resources = self._search.workshop.world.resources
         if not self._play.returned:
             resources = {name: each for name, each in resources.items() if name == touched}
-        return self._drawing.look(self._search.rules.drawn(node), resources)
+        texts = [value for value in seen or () if isinstance(value, str)]
+        return self._drawing.look(self._search.rules.drawn(node), resources, texts, facts.values())
 
     def _come_back(self, node: Node) -> tuple[list[tuple[str, Seat]], bool, frozenset[int]]:
         """Those whose statement waited in a server for what was done here, and where; whether any was committed by
@@ -193,7 +194,7 @@ class Run:
             search.jammed = True
             search.found(key, node, Outcome(seat.log, seat.context(name), (), False, node.clock, JAMMED))
             raise Over
-        drawn = self._draw(node, name)
+        drawn = self._draw(node, name, facts, moved.seen)
         # What ends a transaction draws nothing: then it was those who waited for that.
         ends = log.pending.kind == "commit" or (moved.seen or ("",))[0] == "error"
         mine, theirs = ((), drawn) if ends and self._play.returned else (drawn, drawn)

@@ -44,6 +44,7 @@ from retrychaos.world.resource import (
     SERIAL_WRITES,
     WAITS,
     Blob,
+    RandomIds,
     SerialCounter,
     Stage,
 )
@@ -86,6 +87,8 @@ class PostgresDatabase:
         """Something may have been committed that nobody could look at before."""
         self.version = Version({}, real_time=True)
         self._read_schema()
+        self.draws_uuids = self._schema.draws_uuids
+        """The server does, at random."""
         # The server's clock goes on by itself, the virtual one stands still and leaps: how far are they apart?
         server = float(str(self._ask("SELECT extract(epoch FROM clock_timestamp())")[0][0]))
         self._clock = server - stage.now()
@@ -451,7 +454,7 @@ class PostgresDatabase:
                 )
             )
 
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+    def space_serials(self, place: int) -> Sequence[SerialCounter | RandomIds]:
         counters: list[SerialCounter] = []
         moved: dict[int, tuple[int, bool]] = {}
         for oid, upcoming in sorted(self.serials().items(), key=repr):
@@ -464,7 +467,7 @@ class PostgresDatabase:
                 counters.append(counter)
                 moved[oid] = (first - step, True)
         self._move_sequences(moved)
-        return counters
+        return [*counters, RandomIds(self.name)] if self.draws_uuids else counters
 
     def _move_sequences(self, moved: Mapping[int, tuple[int, bool]]) -> None:
         if not moved:

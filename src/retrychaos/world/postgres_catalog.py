@@ -100,6 +100,7 @@ _WORDS = {
     "notify": r"\b(?:notify|pg_notify)\b",
     "outside": r"\b(?:dblink\w*|lo_\w+|pg_terminate_backend|pg_cancel_backend|pg_reload_conf|pg_promote|pg_logical_emit"
     r"_message|alter\s+system|pg_file_\w+|pg_execute_server_program)\b|\bcopy\b.*\bto\s+(?:program\b|')",
+    "uuid": r"\b(?:gen_random_uuid|uuid_generate_v4|uuidv4)\b",
 }
 _CATEGORIES = {name: re.compile(pattern, re.I | re.S) for name, pattern in _WORDS.items()}
 
@@ -152,10 +153,13 @@ class Schema:
         self._read(line)
         self._words = dict(_CATEGORIES)
         self.triggers: dict[str, set[int]] = defaultdict(set)
-        """``notify`` or ``outside`` -> tables with a trigger that does such a thing."""
+        """``notify``, ``outside`` or ``uuid`` -> tables with a trigger that does such a thing."""
         self._read_sources(line.ask(_SOURCES))
         self.deferred = {int(str(table)) for (table,) in line.ask(_DEFERRED)}
         """Tables with a trigger that may run when the transaction commits, and write anywhere."""
+        defaults = line.ask("SELECT pg_get_expr(adbin, adrelid) FROM pg_attrdef")
+        self.draws_uuids = bool(self.triggers["uuid"]) or any(self.mentions("uuid", str(text)) for (text,) in defaults)
+        """At random, as a default or by a trigger."""
         always = line.ask(_ALWAYS)
         if always:
             raise WorldError(
@@ -164,7 +168,8 @@ class Schema:
             )
 
     def mentions(self, category: str, text: str) -> bool:
-        """Does a statement use the server's ``time``, ``notify``, or reach ``outside``; perhaps through a function?"""
+        """Does a statement use the server's ``time``, a random ``uuid``, ``notify``, or reach ``outside``; perhaps
+        through a function?"""
         return self._words[category].search(text) is not None
 
     def _read(self, line: Line) -> None:

@@ -633,6 +633,7 @@ class PostgresSource:
                 "are not seen. Send them one by one."
             )
         schema = database.schema
+        database.draws_uuids = database.draws_uuids or schema.mentions("uuid", text)
         if schema.mentions("notify", text):
             database.doubt_notify(text[:80])
         if schema.mentions("outside", text):

@@ -49,6 +49,26 @@ class SerialCounter:
         return self.first <= number < self.first + MOST_DRAWN * self.step
 
 
+_FIRST_UUID = 0xFFFFFFFF_FFFF_4FFF_BFFF_000000000000
+
+
+@dataclass(frozen=True)
+class RandomIds:
+    """A store that draws random UUIDs (version 4) by itself, as a counter of numbers without an order."""
+
+    resource: str
+    key: Hashable = "uuid"
+    step: int = 1
+
+    def number(self, rank: int) -> int:
+        """What stands for the one that is drawn after `rank` others."""
+        return _FIRST_UUID + rank
+
+    def gave(self, number: int) -> bool:
+        """It is a UUID of version 4 (RFC 9562, section 5.4). Whether somebody else has drawn it, others know."""
+        return number.bit_length() <= 128 and number >> 76 & 0xF == 4 and number >> 62 & 0b11 == 0b10
+
+
 class Resource(Protocol):
     """Something outside the process that a job touches.
 
@@ -127,7 +147,7 @@ class Resource(Protocol):
         """Counters of the store that a rollback does not bring back, and the number that each will give next."""
         ...
 
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+    def space_serials(self, place: int) -> Sequence[SerialCounter | RandomIds]:
         """Move such counters to where nothing else has numbers, as far as there is room.
 
         place: how many others have been moved before, to where these must not come.
@@ -166,7 +186,7 @@ class Plain:
     def serials(self) -> Mapping[Hashable, int]:
         return {}
 
-    def space_serials(self, place: int) -> Sequence[SerialCounter]:
+    def space_serials(self, place: int) -> Sequence[SerialCounter | RandomIds]:
         return ()
 
 
