@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import pytest
+import requests
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
@@ -147,6 +148,28 @@ def goes_by_what_it_looks_like(engine: Engine) -> None:
                 if parcel.int >> bit & 1:
                     db.execute(text("UPDATE parcels SET n = n + :n"), {"n": 2**bit})
             db.execute(DONE)
+
+
+def outbox(engine: Engine, key: str) -> None:
+    """The request is made inside of a transaction, beside which another one may begin."""
+    with engine.begin() as db:
+        db.execute(text("SELECT FROM carts FOR UPDATE"))
+    with engine.begin() as db:
+        parcel = db.execute(text("SELECT id, n FROM parcels FOR UPDATE")).one()
+        if not parcel.n:
+            headers = {"Idempotency-Key": str(parcel.id if key == "row" else uuid.uuid4())}
+            requests.post("https://api.pay.test/charges", json={"parcel": str(parcel.id)}, headers=headers)
+            db.execute(text("UPDATE parcels SET n = 1"))
+
+
+@pytest.mark.parametrize(("key", "verdict"), [("row", "proven"), ("fresh", "failed")])
+def test_a_key_that_the_server_has_drawn(check: Chaos, engine: Engine, key: str, verdict: str) -> None:
+    provider = check.http.provider("https://api.pay.test", key_header="Idempotency-Key")
+    provider.post("/charges", json={"id": "ch_1"}, status=201)
+    with engine.begin() as db:
+        db.execute(text("INSERT INTO parcels (n) VALUES (0)"))
+    report = check(duplicates=2, budget=60, late=False).explore(outbox, engine, key)
+    assert report.verdict == verdict, full_text(report)
 
 
 def test_who_goes_by_a_random_value_is_not_proven(check: Chaos, engine: Engine) -> None:

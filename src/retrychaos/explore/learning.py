@@ -339,14 +339,15 @@ class Run:
         if shown not in (SERIAL, SERIAL_WRITES):
             before, since = names.as_if_at_once(before, version)
             drawn = (*since, *drawn)
-        others = [(each.log, each.context(resource.name)) for each in node.seats if each is not seat]
+        others = [each.context(resource.name) for each in node.seats if each is not seat]
         if moved.end == "blocked":
-            place = sum(names.waits(context) for _, context in others)
+            place = sum(map(names.waits, others))
             return names.context(before, Waits(seat.log, version, place, drawn), shown)
         beside: tuple[int, ...] = ()
         if shown == MORE:
             # What it holds after the same answer may depend on what others had written (a deferred constraint).
-            beside = tuple(sorted(other for other, context in others if names.level(context) == MORE))
+            # What they have done elsewhere since then has nothing to do with it.
+            beside = tuple(sorted(names.log_behind(other) for other in others if names.level(other) == MORE))
         return names.context(before, Did(log, version, beside, drawn), shown)
 
     def _compare(self, log: Log, moved: Moved, actor: Actor) -> None:

@@ -399,6 +399,15 @@ class Names:
             self.contexts.append(_Context(before, entry, shown, full, known, own, numbered))
         return number
 
+    def log_behind(self, context: int) -> int:
+        """The log after the last step to which a delivery owes what it has open."""
+        while context:
+            entry = self.contexts[context].entry
+            if isinstance(entry, Did | Waits):
+                return entry.log
+            context = self.contexts[context].before
+        return UNSTARTED
+
     def _known_in(self, entry: Entry) -> frozenset[int]:
         if not self.draws.counters:
             return frozenset()
