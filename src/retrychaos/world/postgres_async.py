@@ -11,9 +11,10 @@ import contextlib
 import functools
 import select
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 from retrychaos.world.postgres_drivers import at_once, standing
+from retrychaos.world.postgres_steps import Steps
 from retrychaos.world.postgres_wire import IDLE
 from retrychaos.world.resource import Stage
 
@@ -23,17 +24,6 @@ _BRIEF = 5_000
 """Milliseconds for a statement that was interrupted to end."""
 _READ, _WRITE = 1, 2
 """What generators of psycopg wait for, and get when it has come."""
-
-
-class Steps(Protocol):
-    """What the hooks on PostgreSQL's drivers have in common; see postgres_hooks.py."""
-
-    def statement(self, raw: Any, query: Any, values: Any, cursor: Any) -> contextlib.AbstractContextManager[None]: ...
-    def answer(
-        self, raw: Any, cursor: Any, was_idle: bool, text: str = ""
-    ) -> contextlib.AbstractContextManager[None]: ...
-    def streamed(self, rows: Any) -> None: ...
-    def looks_away(self) -> bool: ...
 
 
 class AsyncPsycopg:

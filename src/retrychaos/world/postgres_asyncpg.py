@@ -12,12 +12,13 @@ import functools
 import re
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from retrychaos.model.errors import WorldError
-from retrychaos.world.postgres_async import Steps, let_others_go_on
+from retrychaos.world.postgres_async import let_others_go_on
 from retrychaos.world.postgres_drivers import below, finish, standing
 from retrychaos.world.postgres_prompt import Prompt, PromptLoop, Spares, prompt
+from retrychaos.world.postgres_steps import Steps
 from retrychaos.world.postgres_wire import IDLE
 from retrychaos.world.resource import Stage
 
@@ -38,16 +39,6 @@ _ELDER = (
 )
 
 
-class AsyncSteps(Steps, Protocol):
-    """What the hooks on PostgreSQL's drivers have in common; see postgres_hooks.py."""
-
-    def announce(self, raw: Any, query: Any, values: Any) -> str | None: ...
-    def preparing(self, raw: Any) -> contextlib.AbstractContextManager[None]: ...
-    def command(self, raw: Any, text: str, cursor: Any) -> contextlib.AbstractContextManager[None]: ...
-    def commit(self, raw: Any) -> contextlib.AbstractContextManager[None]: ...
-    def set_up(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 @dataclass
 class _Said:
     """What the server has called what it has done, as a cursor says it."""
@@ -59,7 +50,7 @@ class _Said:
 class Asyncpg:
     """The hooks, to be put in the place of methods."""
 
-    def __init__(self, stage: Stage, steps: AsyncSteps) -> None:
+    def __init__(self, stage: Stage, steps: Steps) -> None:
         self._stage = stage
         self._steps = steps
         self._opened: list[tuple[object, Prompt]] = []

@@ -1,9 +1,9 @@
-"""Hooks on psycopg 3, psycopg2 and asyncpg: every statement and commit of a job on a PostgreSQL connection is a step.
+"""Finds the PostgreSQL databases that a job reaches: every statement and commit on a connection is a step.
 
-psycopg 3 and asyncpg are written in Python, so their classes are patched (see also postgres_async.py and
-postgres_asyncpg.py). The classes of psycopg2 cannot be: its connections get another cursor class, SQLAlchemy's proxy of
-a connection tells of commits, and what passes both is noticed at the next boundary by the state of the transaction.
-Connections are followed when they leave SQLAlchemy's pool, plain ones at their first statement.
+psycopg 3 and asyncpg are written in Python, so their classes are patched (postgres_psycopg.py, postgres_asyncpg.py).
+The classes of psycopg2 cannot be: its connections get another cursor class, SQLAlchemy's proxy of a connection tells of
+commits, and what passes both is noticed at the next boundary by the state of the transaction. Connections are followed
+when they leave SQLAlchemy's pool, plain ones at their first statement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retrychaos.world import postgres_forks as forks
 from retrychaos.world.async_record import AsyncRecord
 from retrychaos.world.imports import Imports
 from retrychaos.world.postgres import PostgresDatabase
-from retrychaos.world.postgres_async import AsyncPsycopg, rows_of
+from retrychaos.world.postgres_async import rows_of
 from retrychaos.world.postgres_asyncpg import Asyncpg
 from retrychaos.world.postgres_cursors import cursor_class, query_text, tags
 from retrychaos.world.postgres_drivers import (
@@ -54,6 +54,7 @@ from retrychaos.world.postgres_drivers import (
 )
 from retrychaos.world.postgres_guard import Guard
 from retrychaos.world.postgres_handle import LOCKING, Handle
+from retrychaos.world.postgres_psycopg import Psycopg
 from retrychaos.world.postgres_servers import Servers
 from retrychaos.world.postgres_sessions import Sessions
 from retrychaos.world.postgres_wire import FAILED, IDLE, IN_TRANSACTION
@@ -240,29 +241,8 @@ class PostgresSource:
             return
         self._drivers.add(driver)
         if driver == "psycopg":
-            import psycopg
-            from psycopg._connection_base import BaseConnection
-
-            self._patch(psycopg.Cursor, "execute", self._execute)
-            self._patch(psycopg.Cursor, "executemany", self._execute)
-            self._patch(psycopg.Cursor, "stream", self._stream)
-            self._patch(psycopg.Cursor, "copy", self._copy)
-            self._patch(psycopg.ServerCursor, "execute", self._execute)
-            fetching = next(each for each in psycopg.ServerCursor.__mro__ if "_fetch_gen" in vars(each))
-            self._patch(fetching, "_fetch_gen", self._fetch)
-            self._patch(psycopg.Connection, "pipeline", self._pipeline)
-            self._patch(BaseConnection, "_exec_command", self._command)
-            mine = AsyncPsycopg(self._stage, self)
-            self._patch(psycopg.AsyncCursor, "execute", mine.execute)
-            self._patch(psycopg.AsyncCursor, "executemany", mine.execute)
-            self._patch(psycopg.AsyncCursor, "stream", mine.stream)
-            self._patch(psycopg.AsyncCursor, "copy", mine.copy)
-            self._patch(psycopg.AsyncServerCursor, "execute", mine.execute)
-            self._patch(psycopg.AsyncConnection, "pipeline", self._pipeline)
-            self._patch(psycopg.AsyncConnection, "commit", mine.commit)
-            self._patch(psycopg.AsyncTransaction, "__aexit__", mine.leave)
-            self._patch(psycopg.AsyncConnection, "wait", mine.wait)
-            self._patch(psycopg.waiting, "wait_conn_async", mine.wait_conn_async)
+            for owner, name, make in Psycopg(self._stage, self).hooks():
+                self._patch(owner, name, make)
         elif driver == "asyncpg":
             self._asyncpg = Asyncpg(self._stage, self)
             for owner, name, make in self._asyncpg.hooks():
@@ -376,7 +356,7 @@ class PostgresSource:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _of(self, raw: Any) -> tuple[PostgresDatabase, Handle] | None:
+    def followed(self, raw: Any) -> tuple[PostgresDatabase, Handle] | None:
         if not self._stage.running or self._is_busy:
             return None
         if id(raw) in self._resting and id(raw) not in self._followed:
@@ -396,7 +376,7 @@ class PostgresSource:
 
     def announce(self, raw: Any, query: Any, values: Any) -> str | None:
         """A statement comes next: here is the boundary before it. Its text; None if it is none of our business."""
-        found = self._of(raw)
+        found = self.followed(raw)
         if found is None:
             return None
         database, handle = found
@@ -460,7 +440,7 @@ class PostgresSource:
     @contextlib.contextmanager
     def command(self, raw: Any, text: str, cursor: Any) -> Iterator[None]:
         """A command runs inside that is no step: it begins a transaction, or gives one up."""
-        found = self._of(raw)
+        found = self.followed(raw)
         if found is None:
             yield
             return
@@ -595,7 +575,7 @@ class PostgresSource:
     @contextlib.contextmanager
     def commit(self, raw: Any) -> Iterator[None]:
         """A COMMIT by the driver runs inside."""
-        found = self._of(raw)
+        found = self.followed(raw)
         if found is None or standing(raw) not in (IN_TRANSACTION, FAILED):
             yield
             return
@@ -626,7 +606,7 @@ class PostgresSource:
     def _watch_out(self, database: PostgresDatabase, text: str) -> None:
         start = text[:20].upper()
         if start.startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
-            self._refuse_two_phases(database)
+            self.refuse_two_phases(database)
         if ";" in text and " COMMIT" in text.upper().replace(";", " "):
             self._stage.doubt(
                 f"several statements with a COMMIT among them were sent at once to {database.label}: boundaries inside "
@@ -649,7 +629,7 @@ class PostgresSource:
                 )
             )
 
-    def _refuse_two_phases(self, database: PostgresDatabase) -> None:
+    def refuse_two_phases(self, database: PostgresDatabase) -> None:
         self._stage.refuse(
             WorldError(
                 f"the job prepares a transaction for two-phase commit on {database.label}. It outlives the process and "
@@ -660,85 +640,7 @@ class PostgresSource:
     def _on_two_phases(self, connection: Any, xid: Any) -> None:
         raw = below(connection.connection.dbapi_connection)
         if self._stage.running and driver_of(raw) in DRIVERS and (found := self.follow(raw)) is not None:
-            self._refuse_two_phases(found[0])
-
-    # -- psycopg 3 ----------------------------------------------------------------------------------------------------
-
-    def _execute(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def execute(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._stage.running or self._is_busy:
-                return original(cursor, query, params, *args, **kwargs)
-            if not isinstance(params, dict | list | tuple | None) and original.__name__ == "executemany":
-                params = list(params)
-            with self.statement(cursor._conn, query, params, cursor):
-                return original(cursor, query, params, *args, **kwargs)
-
-        return execute
-
-    def _stream(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def stream(cursor: Any, query: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-            with self.statement(cursor._conn, query, params, None):
-                rows = list(original(cursor, query, params, *args, **kwargs))
-            self.streamed(rows)
-            yield from rows
-
-        return stream
-
-    def _copy(self, original: Any) -> Any:
-        @functools.wraps(original)
-        @contextlib.contextmanager
-        def copy(cursor: Any, statement: Any, params: Any = None, **kwargs: Any) -> Iterator[Any]:
-            with self.statement(cursor._conn, statement, params, cursor):
-                with original(cursor, statement, params, **kwargs) as copying:
-                    yield copying
-
-        return copy
-
-    def _fetch(self, original: Any) -> Any:
-        """Rows of a cursor in the server: only now it looks for them, and may lock them."""
-
-        @functools.wraps(original)
-        def _fetch_gen(cursor: Any, number: int | None) -> Any:
-            with self.statement(cursor._conn, f"FETCH {number or 'ALL'}", None, None):
-                rows = yield from original(cursor, number)
-            self.streamed(rows)
-            return rows
-
-        return _fetch_gen
-
-    def _pipeline(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def pipeline(raw: Any) -> Any:
-            if self._of(raw) is not None:
-                self._stage.refuse(
-                    WorldError(
-                        "the job uses psycopg's pipeline mode: its statements are sent together, so what a crash "
-                        "between them leaves cannot be seen. Do without pipeline() under the check."
-                    )
-                )
-            return original(raw)
-
-        return pipeline
-
-    def _command(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def _exec_command(raw: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stage.running and not self._is_busy and driver_of(raw) == "psycopg":
-                if standing(raw) == IDLE:
-                    self._of(raw)  # the command may begin a transaction
-                if command == b"COMMIT":
-                    with self.commit(raw):
-                        return (yield from original(raw, command, *args, **kwargs))
-                if query_text(command, raw).startswith(("PREPARE TRANSACTION", "COMMIT PREPARED")):
-                    found = self._of(raw)
-                    if found is not None:
-                        self._refuse_two_phases(found[0])
-            result = yield from original(raw, command, *args, **kwargs)
-            return result
-
-        return _exec_command
+            self.refuse_two_phases(found[0])
 
     # -- psycopg2 -----------------------------------------------------------------------------------------------------
 
