@@ -11,8 +11,7 @@ import functools
 import inspect
 import pickle
 import threading
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,6 +20,7 @@ from retrychaos.model.errors import OptionError
 from retrychaos.model.ledger import Cell, Relation, Row, Version
 from retrychaos.model.plan import ERROR, LOST_REPLY
 from retrychaos.model.values import copied, plain, short
+from retrychaos.world.coroutines import driven
 from retrychaos.world.interception import Patch, patches, try_out
 from retrychaos.world.resource import Blob, Plain, Stage
 from retrychaos.world.silence import silence
@@ -334,7 +334,13 @@ class Calls(Plain):
     ) -> Any:
         """A watched call in a running delivery. `first` is the instance or class, which the receiver does not see."""
         __tracebackhide__ = True
-        performed = functools.partial(self._perform, watched, through, first, args, kwargs)
+
+        def performed(row: Row) -> Any:
+            __tracebackhide__ = True
+            if watched.result is MISSING:
+                return through(*first, *args, **kwargs)
+            return self._answer(watched, row, args, kwargs)
+
         if watched.target.asynchronous:
             return self._arrive_when_awaited(watched, performed, args, kwargs)
         call, row = self._announce(watched, args, kwargs)
@@ -363,7 +369,7 @@ class Calls(Plain):
             with self._covering():
                 value = performed(row)
             if inspect.isawaitable(value):
-                value = await self._covered(_awaited(value))
+                value = await self._covered(value)
             self._record(watched, call, row, value)
         await silence(None, lambda: self._stage.strike(LOST_REPLY, _no_reply))
         if watched.result is not MISSING:
@@ -389,20 +395,6 @@ class Calls(Plain):
         self._stage.step("call", self, watched.label, watched.text(args, kwargs))
         self._stage.strike(ERROR, lambda: ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
         return call, row
-
-    def _perform(
-        self,
-        watched: Watched,
-        through: Callable[..., Any],
-        first: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        row: Row,
-    ) -> Any:
-        __tracebackhide__ = True
-        if watched.result is MISSING:
-            return through(*first, *args, **kwargs)
-        return self._answer(watched, row, args, kwargs)
 
     def _answer(self, watched: Watched, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
@@ -444,22 +436,14 @@ class Calls(Plain):
                 for hook in self.leaving:
                     hook()
 
-    @types.coroutine
-    def _covered(self, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Run a coroutine. What other tasks do while it waits is not covered by its declaration."""
-        go_on = functools.partial(coroutine.send, None)
-        while True:
+    async def _covered(self, awaitable: Awaitable[Any]) -> Any:
+        """Await something. What other tasks do meanwhile is not covered by its declaration."""
+
+        def go_on(part: Callable[[], Any]) -> Any:
             with self._covering():
-                try:
-                    awaited = go_on()
-                except StopIteration as done:
-                    return done.value
-            try:
-                answer = yield awaited
-            except BaseException as problem:
-                go_on = functools.partial(coroutine.throw, problem)
-            else:
-                go_on = functools.partial(coroutine.send, answer)
+                return part()
+
+        return await driven(_awaited(awaitable), go_on)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

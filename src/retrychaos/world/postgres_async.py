@@ -13,7 +13,8 @@ import select
 from collections.abc import AsyncIterator
 from typing import Any
 
-from retrychaos.world.postgres_drivers import at_once, standing
+from retrychaos.world.coroutines import at_once
+from retrychaos.world.postgres_drivers import standing
 from retrychaos.world.postgres_steps import Steps
 from retrychaos.world.postgres_wire import IDLE
 from retrychaos.world.resource import Stage

@@ -10,9 +10,10 @@ import functools
 import importlib
 import os
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from retrychaos.world.coroutines import at_once
 from retrychaos.world.postgres_prompt import Prompt, PromptLoop, prompt
 from retrychaos.world.postgres_wire import ALL_GONE, FAILED, IDLE, IN_TRANSACTION, UNKNOWN, Refused, Text, until_ready
 
@@ -62,16 +63,6 @@ def driver_of(raw: Any) -> str:
 def is_async(raw: Any) -> bool:
     """Its methods are coroutines."""
     return isinstance(raw, Prompt) or any(kind.__name__ == "AsyncConnection" for kind in type(raw).__mro__)
-
-
-def at_once(awaitable: Coroutine[Any, Any, Any]) -> Any:
-    """What comes of a coroutine that does not have to wait for anything."""
-    try:
-        awaitable.send(None)
-    except StopIteration as done:
-        return done.value
-    awaitable.close()
-    raise AssertionError(f"{awaitable!r} waits")
 
 
 def below(pooled: Any) -> Any:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
 import ssl
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from retrychaos.world.coroutines import at_once, driven
 from retrychaos.world.postgres_forks import is_of_parent
 from retrychaos.world.postgres_wire import (
     ALL_GONE,
@@ -177,7 +176,7 @@ class Prompt(asyncio.Transport):
 
     def ask(self, sql: str, patience: float) -> list[Text]:
         """The rows of the last of several statements, as text. Raises Refused, or TimeoutError."""
-        self.write(query(sql))
+        self._send(query(sql))
         answer = b""
         while (rows := rows_of(answer)) is None:
             data = self._read(patience)
@@ -253,8 +252,7 @@ class Prompt(asyncio.Transport):
 
     def say(self, command: str) -> None:
         """Let asyncpg send a command. Raises what that makes of the answer."""
-        with contextlib.suppress(StopIteration):
-            prompt(self._protocol.query(command, None), self).send(None)
+        at_once(prompt(self._protocol.query(command, None), self))
 
     def add_notice_handler(self, handler: Callable[[Any], object]) -> None:
         """It gets objects with a `source_function`."""
@@ -401,27 +399,19 @@ def _connected(address: Any) -> socket.socket:
     return sock
 
 
-@types.coroutine
-def prompt(coroutine: Coroutine[Any, Any, Any], source: Prompt | PromptLoop) -> Generator[Any, Any, Any]:
+async def prompt(coroutine: Coroutine[Any, Any, Any], source: Prompt | PromptLoop) -> Any:
     """Run a coroutine of asyncpg: what it awaits of that connection comes at once, anything else from the loop."""
-    go_on = functools.partial(coroutine.send, None)
-    while True:
-        try:
-            awaited = go_on()
-        except StopIteration as done:
-            return done.value
-        if isinstance(awaited, Reply):
+
+    def go_on(part: Callable[[], Any]) -> Any:
+        awaited = part()
+        while isinstance(awaited, Reply):
             awaited._asyncio_future_blocking = False
             try:
                 source.await_reply(awaited)
             except BaseException:
                 coroutine.close()
                 raise
-            go_on = functools.partial(coroutine.send, None)
-            continue
-        try:
-            answer = yield awaited
-        except BaseException as problem:
-            go_on = functools.partial(coroutine.throw, problem)
-        else:
-            go_on = functools.partial(coroutine.send, answer)
+            awaited = coroutine.send(None)
+        return awaited
+
+    return await driven(coroutine, go_on)
