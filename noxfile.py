@@ -29,5 +29,7 @@ def tests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """The lowest versions of the libraries that the package says it works with."""
     session.install("-q", "-e", ".[test]")
-    session.install("-q", "pytest==8.4.0", "sqlalchemy==2.0.0", "redis==5.3.0", "fakeredis[lua]==2.36.0")
+    session.install(
+        "-q", "pytest==8.4.0", "sqlalchemy==2.0.0", "redis==5.3.0", "fakeredis[lua]==2.36.0", "asyncpg==0.29.0"
+    )
     session.run("pytest", "-q", "-n", "2", "tests", "scenarios", *session.posargs)

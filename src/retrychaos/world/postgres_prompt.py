@@ -76,7 +76,7 @@ class Prompt(asyncio.Transport):
         self._early = greeting
         """Came while something was sent."""
         self._is_known = bool(greeting)
-        self._is_over = False
+        self._is_leaving = self._is_over = False
         self._greeting = b""
         self._spares = spares
         self._end = b""
@@ -97,9 +97,9 @@ class Prompt(asyncio.Transport):
             self._is_known = False
             return
         if data == TERMINATE:
-            self.close()
-            return
-        self._send(data)
+            self._is_leaving = True  # asyncpg will wait for the end, or close this itself
+        else:
+            self._send(data)
 
     def _send(self, data: Any) -> None:
         rest = memoryview(data)
@@ -152,6 +152,9 @@ class Prompt(asyncio.Transport):
 
     def receive(self, patience: float | None = None) -> None:
         """Hand over what the server says next. patience: seconds after which TimeoutError is raised; None: never."""
+        if self._is_leaving:
+            self.close()
+            return
         data = self._read(patience)
         if data is None:
             raise TimeoutError
