@@ -235,7 +235,10 @@ class Check:
         steps, limit = len(baseline.run.steps), self._overlap_limit()
         company.around.limit, company.around.spent = limit, OutOfTime
         spaces = not baseline.knows_ids
-        fixed = uuids_in(baseline.run.facts) & uuids_in(baseline.second.facts)
+
+        def fixed() -> frozenset[int]:
+            return uuids_in(baseline.run.facts) & uuids_in(baseline.second.facts)
+
         done = overlap(self._name, self._workshop, self._job, company, self._start, scope, steps, limit, spaces, fixed)
         report = replace(
             report,

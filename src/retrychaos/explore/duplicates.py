@@ -78,7 +78,7 @@ def overlap(
     steps: int,
     limit: Limit,
     spaces: bool = True,
-    fixed: frozenset[int] = frozenset(),
+    fixed: Callable[[], frozenset[int]] = frozenset,
 ) -> Overlapped:
     """Explore deliveries of one message that overlap. steps: of a clean run. spaces, fixed: see Interleaving."""
     alone = next(filter(None, (resource.alone for resource in workshop.world.resources.values())), "")
@@ -115,7 +115,7 @@ def _explore(
     scope: Scope,
     limit: Callable[[], float],
     spaces: bool,
-    fixed: frozenset[int],
+    fixed: Callable[[], frozenset[int]],
     careful: bool,
 ) -> Overlapped | None:
     timed = careful or scope.leased

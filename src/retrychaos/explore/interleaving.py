@@ -111,7 +111,7 @@ class Interleaving:
     """Explores deliveries of one job that overlap. ``limit()`` gives the seconds left, or raises OutOfTime.
 
     shared: see Rules. timed: states are told apart by the time of day; else a job is taken not to go by it. spaces:
-    sequences may give other numbers than usual. fixed: UUIDs that are the same in each clean run.
+    sequences may give other numbers than usual. fixed(): UUIDs that are the same in each clean run.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Interleaving:
         shared: bool = True,
         timed: bool = False,
         spaces: bool = True,
-        fixed: frozenset[int] = frozenset(),
+        fixed: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self.names = Names(timed, start)
         self._spaces = spaces
@@ -215,12 +215,14 @@ class Interleaving:
         counters: list[SerialCounter | RandomIds] = []
         for resource in world.resources.values():
             counters += resource.space_serials(len(counters))
-        is_known = functools.partial(self._is_known, uuids_in(world.found_facts))
-        self.names.draws = Draws(counters, functools.cache(is_known))
+        self.names.draws = Draws(counters)
+        if any(isinstance(counter, RandomIds) for counter in counters):
+            is_known = functools.partial(self._is_known, uuids_in(world.found_facts) | self._fixed())
+            self.names.draws = Draws(counters, functools.cache(is_known))
         return world.save() if counters else None
 
-    def _is_known(self, found: frozenset[int], uuid: int) -> bool:
-        return uuid in found or uuid in self._fixed or self.workshop.chance.drew(f"{uuid:032x}")
+    def _is_known(self, known: frozenset[int], uuid: int) -> bool:
+        return uuid in known or self.workshop.chance.drew(f"{uuid:032x}")
 
     def _close(self) -> None:
         """All that takes no further crash: what needs few switches between deliveries first."""
