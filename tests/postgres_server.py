@@ -86,6 +86,16 @@ class Postgres:
             cursor = connection.execute(sql.encode())
             return cursor.fetchall() if cursor.description else []
 
+    def connected(self, database: str) -> list[tuple[Any, ...]]:
+        """Who is connected, once those have left that are about to: the server takes note of it in its own time."""
+        found: list[tuple[Any, ...]] = []
+        for _ in range(500):
+            found = self.run(f"SELECT pid, query FROM pg_stat_activity WHERE datname = '{database}' ORDER BY pid")
+            if not found:
+                break
+            time.sleep(0.02)
+        return found
+
     @contextmanager
     def database(self) -> Iterator[str]:
         """The name of a fresh, empty database."""

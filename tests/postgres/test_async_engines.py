@@ -534,11 +534,7 @@ def test_work_left_uncommitted(check: Chaos, engine: AsyncEngine) -> None:
 def test_connections_are_gone_after_a_check(
     check: Chaos, engine: AsyncEngine, postgres_server: Postgres, postgres: str
 ) -> None:
-    def connected() -> list[tuple[Any, ...]]:
-        return postgres_server.run(f"SELECT pid FROM pg_stat_activity WHERE datname = '{postgres}' ORDER BY pid")
-
     asyncio.run(engine.dispose())
-    assert connected() == []
+    assert postgres_server.connected(postgres) == []
     assert check(duplicates=2, faults=True).explore(lock_and_bill, engine).verdict == "proven"
-    postgres_server.run("SELECT pg_sleep(0.05)")
-    assert connected() == []
+    assert postgres_server.connected(postgres) == []
