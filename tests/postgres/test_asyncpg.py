@@ -380,6 +380,68 @@ def test_more_rows_than_a_socket_holds(check: Chaos, connect: Connect) -> None:
     assert report.verdict == "proven", full_text(report)
 
 
+# -- pools from elsewhere ----------------------------------------------------------------------------------------------
+
+
+POOLS: list[Any] = []
+
+
+async def with_the_pool_of_the_process(connect: Connect, guard: str) -> None:
+    """Whoever needs it first makes it, and nobody closes it."""
+    if not POOLS:
+        POOLS.append(await connect(max_size=2))
+    await bill(POOLS[0], guard)
+
+
+async def bill(pool: Any, guard: str) -> None:
+    """Tasks that take connections of one pool at the same time, some of them by hand."""
+
+    async def note(key: str) -> None:
+        await pool.execute("INSERT INTO once VALUES ($1, 1) ON CONFLICT DO NOTHING", key)
+
+    await asyncio.gather(note("1"), note("2"))
+    db = await pool.acquire()
+    try:
+        async with db.transaction():
+            if await db.fetchval(f"{LOOK} {guard}", 1) == "new":
+                await db.execute("INSERT INTO invoices (ord) VALUES ($1)", 1)
+                await db.execute("UPDATE orders SET status = 'done' WHERE id = 1")
+    finally:
+        await pool.release(db)
+
+
+@pytest.mark.parametrize(("guard", "verdict"), [("FOR UPDATE", "proven"), ("", "failed")])
+def test_a_pool_that_is_made_by_who_comes_first(twice: Chaos, connect: Connect, guard: str, verdict: str) -> None:
+    POOLS.clear()
+    report = twice.explore(with_the_pool_of_the_process, connect, guard)
+    assert report.verdict == verdict, full_text(report)
+    POOLS.clear()
+
+
+@pytest.mark.parametrize(("guard", "verdict"), [("FOR UPDATE", "proven"), ("", "failed")])
+def test_the_pool_of_a_test(twice: Chaos, connect: Connect, guard: str, verdict: str) -> None:
+    async def test() -> None:
+        async with connect(max_size=2) as pool:
+            report = twice.explore(bill, pool, guard)
+            assert report.verdict == verdict, full_text(report)
+            assert await pool.fetchval("SELECT count(*) FROM once") == 2
+
+    asyncio.run(test())
+
+
+def test_a_job_that_closes_the_pool_of_a_test(check: Chaos, connect: Connect) -> None:
+    async def job(pool: Any) -> None:
+        async with pool:
+            await bill(pool, "FOR UPDATE")
+
+    async def test() -> None:
+        async with connect(max_size=2) as pool:
+            assert check.explore(job, pool).verdict == "proven"
+            assert await pool.fetchval("SELECT count(*) FROM once") == 2
+
+    asyncio.run(test())
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -473,18 +535,17 @@ def test_who_takes_a_timeout_for_done(check: Chaos, connect: Connect) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_from_before_the_check(check: Chaos, connect: Connect) -> None:
+def test_a_connection_from_before_the_check(check: Chaos, connect: Connect) -> None:
     async def test() -> None:
-        async with connect() as pool:
+        db = await alone(connect)
 
-            async def job() -> None:
-                await pool.execute("INSERT INTO once VALUES ('7', 1)")
+        async def job() -> None:
+            await db.execute("INSERT INTO once VALUES ('7', 1)")
 
-            with pytest.raises(
-                ChaosError, match=r"opened before the check, or in another event loop.*Open it in the job"
-            ):
-                check.explore(job)
-            assert await pool.fetchval("SELECT count(*) FROM once") == 0
+        with pytest.raises(ChaosError, match=r"opened before the check, or in another event loop.*Open it in the job"):
+            check.explore(job)
+        assert await db.fetchval("SELECT count(*) FROM once") == 0
+        await db.close()
 
     asyncio.run(test())
 

@@ -6,7 +6,6 @@ Everything that its connections, cursors, prepared statements and pools want of 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import re
@@ -16,7 +15,8 @@ from typing import Any, TypeAlias
 
 from retrychaos.model.errors import WorldError
 from retrychaos.world.postgres_async import let_others_go_on
-from retrychaos.world.postgres_drivers import below, finish, standing
+from retrychaos.world.postgres_drivers import below, standing
+from retrychaos.world.postgres_pools import Pools
 from retrychaos.world.postgres_prompt import Prompt, PromptLoop, Spares, prompt
 from retrychaos.world.postgres_steps import Steps
 from retrychaos.world.postgres_wire import IDLE
@@ -33,9 +33,9 @@ _NO_STEP = re.compile(
 _NAME = re.compile(r"__asyncpg_(\w+?)_[0-9a-f]+__")
 """Numbered through the whole process."""
 _ELDER = (
-    "the job uses a connection or pool of asyncpg that was opened before the check, or in another event loop. Each "
-    "delivery has an event loop of its own, as every worker process has, and a connection of asyncpg works in no other "
-    "than that which has opened it. Open it in the job (async with asyncpg.create_pool(...) around it, in the test)."
+    "the job uses a connection of asyncpg that was opened before the check, or in another event loop. Each delivery "
+    "has an event loop of its own, as every worker process has, and a connection of asyncpg works in no other than "
+    "that which has opened it. Open it in the job, or take it from a pool."
 )
 
 
@@ -55,16 +55,16 @@ class Asyncpg:
         self._steps = steps
         self._opened: list[tuple[object, Prompt]] = []
         self._spares = Spares()
+        self._pools = Pools(lambda: self._stage.running)
 
     def hooks(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         """(class or module, name, what makes a hook of the original)"""
         from asyncpg import connect_utils
         from asyncpg.connection import Connection
-        from asyncpg.pool import Pool
         from asyncpg.protocol import Protocol
 
         yield connect_utils, "_connect_addr", self._connect_addr
-        yield Pool, "_acquire", self._acquire
+        yield from self._pools.hooks()
         yield Connection, "_introspect_types", self._introspect
         yield Connection, "_introspect_type", self._introspect
         yield Connection, "_process_log_message", self._process_log_message
@@ -83,9 +83,9 @@ class Asyncpg:
         """Close what a delivery has opened. but: those with these ids, which somebody else closes."""
         for whose, raw in self._opened:
             if whose is owner and id(raw) not in but:
-                with contextlib.suppress(Exception):
-                    finish(raw)
+                raw.end()
         self._opened = [each for each in self._opened if each[0] is not owner]
+        self._pools.forget()
 
     def close(self) -> None:
         """The check is over."""
@@ -108,15 +108,6 @@ class Asyncpg:
             return connection
 
         return _connect_addr
-
-    def _acquire(self, original: Any) -> Any:
-        @functools.wraps(original)
-        async def _acquire(pool: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stage.running and pool._loop is not asyncio.get_running_loop():
-                self._stage.refuse(WorldError(_ELDER))  # before it has one: the test could not close its pool any more
-            return await original(pool, *args, **kwargs)
-
-        return _acquire
 
     def _introspect(self, original: Any) -> Any:
         """asyncpg asks the catalog how to read values of a type."""

@@ -188,14 +188,15 @@ def _await_psycopg2(raw: Any, patience: float) -> None:
 
 def connection_lost(raw: Any) -> Exception:
     """What a driver raises when the server has gone away; the connection is of no use after that."""
-    clear(raw)  # the server would notice only later that the connection is gone, and others would see its locks
-    with contextlib.suppress(Exception):
-        finish(raw)
     if isinstance(raw, Prompt):
         from asyncpg import ConnectionDoesNotExistError
 
+        raw.close()
         gone: Exception = ConnectionDoesNotExistError("connection was closed in the middle of operation")
         return gone
+    clear(raw)  # the server would notice only later that the connection is gone, and others would see its locks
+    with contextlib.suppress(Exception):
+        finish(raw)
     package = importlib.import_module(driver_of(raw))
     error: Exception = package.OperationalError("server closed the connection unexpectedly")
     return error
@@ -259,7 +260,7 @@ def clear(raw: Any, then: str = "") -> bool:
     then: settings for the next delivery; only psycopg 3 makes them.
     """
     if isinstance(raw, Prompt):
-        raw.close()  # it belongs to the loop of a delivery
+        raw.end()  # it belongs to the loop of a delivery
         return False
     try:
         if hasattr(raw, "pgconn"):
@@ -290,8 +291,11 @@ def roll_back(raw: Any) -> None:
 
 def finish(raw: Any) -> None:
     """Close a connection of any kind."""
+    if isinstance(raw, Prompt):
+        raw.end()
+        return
     if is_async(raw):
-        raw = getattr(raw, "pgconn", raw)
+        raw = raw.pgconn
     (raw.finish if hasattr(raw, "exec_") else raw.close)()
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import re
 import threading
 import time
 import weakref
@@ -68,6 +69,7 @@ _OPEN = (
     "crash would leave. Commit or close it in the fixture before the check, and let the job open its own."
 )
 _SOON = 3_600.0
+_TAKEN_BACK = re.compile(r"\b(RESET|DISCARD)\s+ALL\b", re.IGNORECASE)
 _real_now = time.time
 
 
@@ -334,6 +336,11 @@ class PostgresSource:
                 return tells
         return False
 
+    def _tell_again(self, raw: Any, handle: Handle, text: str) -> None:
+        """The job has taken back all settings, as some pools do when a connection comes back to them."""
+        if handle.tells and _TAKEN_BACK.search(text):
+            handle.tells = self._hurry(raw)
+
     def _noticed(self, notice: Any) -> None:
         if notice.source_function == "ProcSleep":  # proc.c: "still waiting for", after the check for deadlocks
             self._stage.waits_on()
@@ -418,6 +425,7 @@ class PostgresSource:
             if handle.cursor is cursor:  # else that was seen when it came back
                 database.executed(handle, tags(cursor), was_idle)
             handle.cursor = None
+        self._tell_again(raw, handle, text)
         if standing(raw) == IDLE or time_limit(raw):  # else its work goes with the connection, as if it was not done
             self._stage.strike(LOST_REPLY, functools.partial(self._no_answer, raw))
 
@@ -449,6 +457,7 @@ class PostgresSource:
         yield
         database.executed(handle, tags(cursor), was_idle=False)
         handle.fresh = handle.open
+        self._tell_again(raw, handle, text)
 
     @contextlib.contextmanager
     def _in_the_server(self, handle: Handle) -> Iterator[None]:

@@ -141,6 +141,11 @@ class Prompt(asyncio.Transport):
                 pass
         self._hang_up()
 
+    def end(self) -> None:
+        """Its process is gone."""
+        with contextlib.suppress(Exception):  # whoever waits for it may have a loop that is gone, too
+            self.close()
+
     def give_away(self) -> tuple[socket.socket, bytes]:
         """The socket, and how the server has greeted."""
         return socket.socket(fileno=self._sock.detach()), greeting_of(self._greeting)
