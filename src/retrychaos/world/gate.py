@@ -11,6 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 
 class Hope(abc.ABC):
@@ -82,6 +83,12 @@ class Gate:
                 yield
             finally:
                 self._waiting[thread] -= 1
+
+
+def settle(future: asyncio.Future[Any], value: Any = None) -> None:
+    """Whoever waits for it goes on, if that is not settled already."""
+    if not future.done():
+        future.set_result(value)
 
 
 class _Turn:

@@ -17,7 +17,7 @@ import redis.asyncio.connection
 
 from retrychaos.model.errors import WorldError
 from retrychaos.world import redis_fake
-from retrychaos.world.gate import Gate, Hope
+from retrychaos.world.gate import Gate, Hope, settle
 from retrychaos.world.redis_clients import hang_up
 from retrychaos.world.redis_commands import LISTENING, Call, blocking_time, call_of, impatient
 from retrychaos.world.redis_pools import Memories
@@ -198,10 +198,7 @@ class AsyncClients:
             wire.watching = False
             responses = await _send(connection, wire, original, commands, False, pipeline=pipeline)
             done = [call for call, reply in zip(calls, responses, strict=True) if not isinstance(reply, Exception)]
-            self._wires.published(connection, wire, done)
-            await self._serve(connection, wire)
-            await self._lose(connection)
-            self._stage.observed(responses)
+            await self._conclude(connection, wire, done, responses)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
             return responses
@@ -238,11 +235,7 @@ class AsyncClients:
                 if silent:
                     self._wires.note(connection, wire, call)
                     continue
-                if not isinstance(reply, Exception):
-                    self._wires.published(connection, wire, [call])
-                await self._serve(connection, wire)
-                await self._lose(connection)
-                self._stage.observed(reply)
+                await self._conclude(connection, wire, [] if isinstance(reply, Exception) else [call], reply)
             if raise_on_error:
                 pipeline.raise_first_error(commands, responses)
             return responses
@@ -250,6 +243,13 @@ class AsyncClients:
         return _execute_pipeline
 
     # -- replies -------------------------------------------------------------------------------------------------------
+
+    async def _conclude(self, connection: Any, wire: Wire, done: list[Call], reply: Any) -> None:
+        """A step is over: these commands were carried out, and the job gets that reply."""
+        self._wires.published(connection, wire, done)
+        await self._serve(connection, wire)
+        await self._lose(connection)
+        self._stage.observed(reply)
 
     async def _lose(self, connection: Any) -> None:
         """Here a reply may get lost."""
@@ -335,7 +335,7 @@ class AsyncClients:
     async def _sleep(self, server: RedisServer, end: float, again: Callable[[], Awaitable[Any]]) -> Any:
         """Until `again` has brought something, or its time is over, or somebody may have done something."""
         waiting = _Waiting(self._stage.gate, server, again)
-        timer = waiting.loop.call_at(end, _settle, waiting.answer, Hope.LATE)
+        timer = waiting.loop.call_at(end, settle, waiting.answer, Hope.LATE)
         self._waiting.append(waiting)
         self._stage.gate.hopes.append(waiting)
         try:
@@ -366,7 +366,7 @@ class _Waiting(Hope):
         self._again = again
 
     def wake(self, why: str) -> None:
-        _settle(self.answer, why)
+        settle(self.answer, why)
 
     async def attempt(self) -> None:
         """Ask once more."""
@@ -377,11 +377,6 @@ class _Waiting(Hope):
         else:
             if reply:
                 self.answer.set_result(reply)
-
-
-def _settle(answer: asyncio.Future[Any], value: Any) -> None:
-    if not answer.done():
-        answer.set_result(value)
 
 
 async def _send(connection: Any, wire: Wire, original: Any, *args: Any, pipeline: Any = None, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 from sqlalchemy.pool import StaticPool
 
 from retrychaos.model.errors import WorldError
+from retrychaos.world.gate import settle
 from retrychaos.world.imports import Imports
 from retrychaos.world.resource import Stage
 from retrychaos.world.sqlite_turns import hasten, is_end, takes_a_lock, waits_for
@@ -116,7 +117,7 @@ class AsyncSqlite:
         """For the end of a transaction of another task, or of the time that there is."""
         ended = loop.create_future()
         self._waiting.setdefault(loop, []).append(ended)
-        timer = loop.call_at(end, _settle, ended)
+        timer = loop.call_at(end, settle, ended)
         try:
             await ended
         finally:
@@ -124,7 +125,7 @@ class AsyncSqlite:
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         for ended in self._waiting.pop(loop, ()):
-            _settle(ended)
+            settle(ended)
 
     def _look_around(self) -> None:
         """Databases in memory that are served by threads. Now, since a fork has no threads any more."""
@@ -247,11 +248,6 @@ class _NoThread:
 
     def start(self) -> None:
         """There is nothing to start."""
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _statement(function: Any, args: tuple[Any, ...]) -> str:
