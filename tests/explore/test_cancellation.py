@@ -157,3 +157,32 @@ def test_jobs_that_make_a_loop_of_their_own_are_not_cancelled(
         asyncio.run(inner())
 
     proves(only_cancelled(chaos).explore(work))
+
+
+@pytest.mark.parametrize("duplicates", [1, 2])
+def test_who_never_stops_is_killed(
+    chaos: Chaos, state: Callable[[], str], put: Callable[[str], None], duplicates: int
+) -> None:
+    """A worker does not wait for ever for a job to clean up; the message comes back."""
+
+    async def job() -> None:
+        try:
+            if state() == "new":
+                put("done")
+        except (SystemExit, asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    proves(chaos(faults=True, duplicates=duplicates).explore(job))
+
+
+def test_who_waits_for_ever_without_being_asked_to_stop(
+    chaos: Chaos, state: Callable[[], str], put: Callable[[str], None]
+) -> None:
+    async def job() -> None:
+        if state() == "new":
+            put("done")
+        else:
+            await asyncio.Event().wait()
+
+    report = chaos(faults=True, duplicates=2).explore(job)
+    assert [finding.kind for finding in report.findings] == ["stuck"], full_text(report)

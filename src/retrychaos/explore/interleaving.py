@@ -27,6 +27,7 @@ from retrychaos.explore.transitions import (
     Names,
     Node,
     Outcome,
+    Seat,
     Surprise,
     begins,
     index_of,
@@ -195,6 +196,7 @@ class Interleaving:
     def _explore_on(self) -> None:
         while True:
             self._close()
+            self._excuse_those_asked_to_stop()
             if not self._wait_where_stuck():
                 if self.endings:
                     return
@@ -457,6 +459,17 @@ class Interleaving:
     def _is_cut_off(self, node: Node) -> bool:
         reached = self.reached[node]
         return reached.steps > MOST_STEPS or (bool(node.idle) and reached.deliveries >= MAX_DELIVERIES)
+
+    def _excuse_those_asked_to_stop(self) -> None:
+        """Whoever has asked a worker to stop kills it if it never does: a state where only such ones are left, and wait
+        for ever, is no dead end. What their death leaves is tried as any other."""
+        for node in self._stuck():
+            seats = enumerate(node.seats)
+            if node.seats and all(self._will_be_killed(node, index, seat) for index, seat in seats):
+                self._finishes(node)
+
+    def _will_be_killed(self, node: Node, index: int, seat: Seat) -> bool:
+        return self.rules.endless_of(node, index) in self.endless and self.names.was_stopped(seat.log)
 
     def _wait_where_stuck(self) -> bool:
         """Where nobody gets to the end, let the clock go on. True if anything new was found to do."""

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from retrychaos.explore.draws import Draws, Renaming
 from retrychaos.explore.volatile import moment
 from retrychaos.model.ledger import Cell, Relation, Row, Version
-from retrychaos.model.plan import FAULTS
+from retrychaos.model.plan import FAULTS, SHUTDOWNS
 from retrychaos.model.step import Step
 from retrychaos.world.resource import BEGUN, MORE, SERIAL, SERIAL_WRITES, WAITS
 
@@ -398,6 +398,15 @@ class Names:
             numbered = bool(known or own) or past or self.contexts[before].numbered
             self.contexts.append(_Context(before, entry, shown, full, known, own, numbered))
         return number
+
+    def was_stopped(self, log: int) -> bool:
+        """A delivery with this log has been asked to stop."""
+        while log:
+            match self.logs[log].seen:
+                case ("error", str(error), *_) if error.partition(":")[0] in SHUTDOWNS:
+                    return True
+            log = self.logs[log].before
+        return False
 
     def log_behind(self, context: int) -> int:
         """The log after the last step to which a delivery owes what it has open."""
