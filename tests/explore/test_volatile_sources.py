@@ -46,16 +46,27 @@ def elapsed() -> float:
     return time.perf_counter() - begun
 
 
+def drawn_until(good: Callable[[str], bool], draw: Callable[[], str]) -> str:
+    """What chance gives now and then."""
+    return next(token for token in iter(draw, None) if good(token))
+
+
 LETTERS = string.ascii_letters + string.digits
 DRAWN: dict[str, Callable[[], Any]] = {
     "uuid1": lambda: str(uuid.uuid1()),
     "uuid4": lambda: str(uuid.uuid4()),
     "uuid4, capital letters": lambda: str(uuid.uuid4()).upper(),
     "uuid4, cut off": lambda: uuid.uuid4().hex[:6],
+    "uuid4, cut off, sometimes digits": lambda: drawn_until(
+        str.isdigit if secrets.randbelow(2) else str.isalnum, lambda: uuid.uuid4().hex[:12]
+    ),
     "uuid5 of uuid4": lambda: str(uuid.uuid5(uuid.NAMESPACE_URL, str(uuid.uuid4()))),
     "urandom": lambda: os.urandom(16),
     "getrandom": lambda: os.getrandom(16),
     "token_urlsafe": lambda: secrets.token_urlsafe(8),
+    "token_urlsafe, sometimes in two": lambda: drawn_until(
+        (lambda token: token[5] == "-") if secrets.randbelow(2) else str.isalnum, lambda: secrets.token_urlsafe(8)
+    ),
     "choice": lambda: "".join(secrets.choice(LETTERS) for _ in range(16)),
     "pin": lambda: f"{secrets.randbelow(10**6):06d}",
     "random": random.random,

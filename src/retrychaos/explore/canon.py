@@ -49,7 +49,7 @@ View: TypeAlias = tuple[Template, ...]
 _MASK = 2**128 - 1
 _MOST_ROWS = 500_000
 _DRAWN = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\b\d{7,}\b")
-_BASE64 = re.compile(r"[A-Za-z0-9_+/-]{16,}")
+_BASE64 = re.compile(r"[A-Za-z0-9_+/-]{8,}")
 _NUMBER = re.compile(r"\d+")
 _STREAM_ID = re.compile(r"\d{13}-\d+")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}")
@@ -514,7 +514,7 @@ class Canon:
         for match in _DRAWN.finditer(text):
             token = match.group()
             digits = token.isdigit()
-            if self._draws.number(int(token)) if digits else self._draws.text(token.replace("-", "").lower()):
+            if (digits and self._draws.number(int(token))) or self._draws.text(token.replace("-", "").lower()):
                 hole = RANDOM
                 names.append((len(leaves) + 1, ("random", token.replace("-", "").lower())))
             elif digits and self._is_time(int(token)):

@@ -19,6 +19,8 @@ from retrychaos.runtime.delivery import FIRST_PID
 _KNOWN, _EMBEDDED = 6, 8
 """Letters that are found where they stand by themselves, and within others, as in names of temporary files."""
 _RUN = re.compile(rf"\w{{{_KNOWN},}}")
+_ENCODED = 6
+"""Bytes; what fewer are in base64 could be a word."""
 _LONGEST = 2_000
 """Letters of a text in which drawn ones are looked for."""
 _PIDS = range(FIRST_PID, FIRST_PID + 1_000_000)
@@ -119,7 +121,7 @@ class Draws:
         number = int.from_bytes(value, "big")
         self._numbers.add(number)
         notations = [value.hex()]
-        if len(value) >= 12:
+        if len(value) >= _ENCODED:
             notations += (base64.urlsafe_b64encode(value).decode(), base64.b64encode(value).decode())
         if len(value) == 16:
             uuid = uuid4_of(value)
