@@ -28,16 +28,25 @@ class PromptReader(asyncio.StreamReader):
         super().__init__(loop=asyncio.get_running_loop())
         self._sock = sock
         self.due = False
-        """Something was asked, and not a word has come yet."""
+        """Something was asked, and not all of the answer has come yet."""
+        self._owed = 0
+        """How often something was sent for which no line of an answer has come."""
         self.idle: Callable[[], Awaitable[None]] | None = None
         """Set where the server speaks unasked: called as long as it says nothing."""
 
+    def asked(self) -> None:
+        """Something was sent."""
+        self.due = True
+        self._owed += 1
+
     async def _wait_for_data(self, func_name: str) -> None:
+        # Several commands may have been sent, whose replies do not come together: nobody else has his turn in between.
         while not (self.due and self.idle is None) and not self.ready(_SOON if self.due else _AT_ONCE):
             # Older versions of redis-py look whether there is something, with a time limit of zero.
             await (asyncio.sleep(0) if self.idle is None else self.idle())
-        self.due = False
         data = self._sock.recv(_SIZE)
+        self._owed = max(0, self._owed - max(1, data.count(b"\r\n")))
+        self.due = bool(data) and (self._owed > 0 or not data.endswith(b"\r\n"))
         if data:
             self.feed_data(data)
         else:
@@ -68,7 +77,7 @@ class PromptWriter:
         return default
 
     def write(self, data: Any) -> None:
-        self._reader.due = True
+        self._reader.asked()
         self._sock.sendall(data)
 
     def writelines(self, data: Iterable[Any]) -> None:
